@@ -29,7 +29,7 @@ def test_rates_fall_in_the_late_stages_alone_where_there_are_any(
         return SimpleNamespace(finished=True, steps=4)
 
     def make_task(first: int) -> Any:
-        return SimpleNamespace(name="mnli", steps_per_epoch=4)
+        return SimpleNamespace(name="mnli", steps_per_epoch=4, finish=lambda *_: None)
 
     monkeypatch.setattr(stages, "fit", fit)
     config = replace(mnli.preset(preset="mnli"), out=str(tmp_path), late_targets=targets)

@@ -16,7 +16,7 @@ the manifest's own stands beside it in the header. Files without them, of before
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -213,7 +213,6 @@ def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
     return names
 
 
-def transient_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that `state_dict` skips (persistent=False)."""
-    saved = model.state_dict(keep_vars=True).keys()
+def transient_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
+    """Buffers that `state_dict` skips (persistent=False). saved: the names that it has."""
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in saved}

@@ -18,11 +18,12 @@ from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
 from comera.nn.adapted import refuse_adapters
+from comera.nn.changes import notify_conversion
 from comera.nn.ngram import NGramEmbedding, attach_ngrams_, detach_ngrams_
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
-from comera.pretrained.sharded import shard_like, type_name
+from comera.pretrained.sharded import shard_like
 from comera.pretrained.stored import MAPPED, StoredTensors, packed
 from comera.pretrained.transformers_folder import read_transformers_folder
 from comera.rank.optimizer_state import reset_state_, unwrap
@@ -91,7 +92,8 @@ def load_pretrained(
     if plan.unmatched:
         warnings.warn(f"{folder}: ignored what does not match: {'; '.join(plan.unmatched)}", stacklevel=2)
     plan.apply()
-    finish_ngrams_(model, added)
+    if added:
+        finish_ngrams_(model, added)
     reset_state_(written, optimizers)
     return model
 
@@ -101,10 +103,9 @@ def _add_tables_(model: nn.Module, trains: Iterable[SavedTrain]) -> list[NGramEm
     modules = dict(model.named_modules(remove_duplicate=False))
     added: list[NGramEmbedding] = []
     for saved in trains:
-        places = [ngram_place(modules, name.rpartition(".")[0]) for name in saved.names]
-        for embedding in places:
-            if not isinstance(saved.spec, NGramSpec):
-                break
+        if not isinstance(saved.spec, NGramSpec):
+            continue
+        for embedding in [ngram_place(modules, name.rpartition(".")[0]) for name in saved.names]:
             if embedding is not None and not isinstance(embedding, NGramEmbedding):
                 like = next(embedding.parameters())
                 attach_ngrams_(embedding, empty_table(saved.spec, saved.init_std, saved.threshold, like, like.device))
@@ -188,11 +189,11 @@ class _Plan:
         self.unmatched: list[str] = []  # what only the file or only the model holds
         self.placements: list[_Placement] = []
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._train_names = train_names(model)
         self._left = {key: shape for key, shape in stored.shapes.items() if key not in transient}
         state = model.state_dict(keep_vars=True)
         self.state: dict[str, Tensor] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        self.meta_buffers = {key: b for key, b in transient_buffers(model).items() if b.is_meta}
+        self.meta_buffers = {key: b for key, b in transient_buffers(model, state).items() if b.is_meta}
+        self._train_names = train_names(model)
 
     @property
     def found(self) -> bool:
@@ -213,7 +214,8 @@ class _Plan:
                     )
                 elif key == f"{name}.{saved.spec.layout_name}" and self.stored[key].tolist() != saved.spec.layout:
                     self.problems.append(f"{key}: expected what the manifest says, got others")
-            there = dense_place(self._modules, path)
+            held = getattr(module, attribute, None)
+            there = None if isinstance(held, TensorTrain) else dense_place(self._modules, path)
             if module is None and there is None:
                 self.unmatched.append(f"{path} ({kind}) is in the file only")
                 continue
@@ -227,7 +229,7 @@ class _Plan:
                         self.meta_buffers.pop(f"{path}.{buffer}", None)
             else:
                 assert module is not None
-                misfit = _held_misfit(module, attribute, kind, saved.spec)
+                misfit = self._held_misfit(module, name, held, kind, saved.spec)
                 if not misfit:
                     placement.holders.append((module, attribute))
                 self._claim(f"{name}.")
@@ -317,7 +319,10 @@ class _Plan:
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
                 setattr(module, attribute, tt)
-        compress_layers_(self.model, new)
+        if new:
+            compress_layers_(self.model, new)
+        else:
+            notify_conversion(self.model)
 
         there = {key: own for key, own in self.state.items() if not own.is_meta}
         for names in packed(there, MAPPED):
@@ -336,6 +341,15 @@ class _Plan:
         state = OrderedDict(tensors)
         state._metadata = getattr(self.model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]  # versions
         self.model.load_state_dict(state, strict=False, assign=assign)
+
+    def _held_misfit(self, module: nn.Module, name: str, held: object, kind: str, spec: Spec) -> str | None:
+        """What tensor train a module holds as `name`, if not one that a layer of type `kind` with this spec can
+        replace."""
+        if not isinstance(held, TensorTrain):
+            return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
+        if (self._train_names[held][name], type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
+            return None
+        return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"
 
     def _claim(self, prefix: str) -> None:
         """Take the model's tensors that a tensor train replaces out of those that are loaded one by one."""
@@ -375,13 +389,3 @@ def _misfit(layer: nn.Module, leaf: str, converter: Converter, kind: str, spec: 
     if (kind, type(spec), spec.shape) in allowed:
         return None
     return f"a tensor train for a {type(layer).__name__} {rows} -> {cols}"
-
-
-def _held_misfit(module: nn.Module, attribute: str, kind: str, spec: Spec) -> str | None:
-    """What tensor train a module holds, if not one that a layer of type `kind` with this spec can replace."""
-    held = getattr(module, attribute, None)
-    if not isinstance(held, TensorTrain):
-        return f"a layer that holds or can become a tensor train (not this {type(module).__name__})"
-    if (type_name(module), type(held.spec), held.spec.shape) == (kind, type(spec), spec.shape):
-        return None
-    return f"a tensor train for a {type(module).__name__} {held.spec.shape[0]} x {held.spec.shape[1]}"

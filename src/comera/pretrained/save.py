@@ -75,12 +75,13 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, metadata: Mapping[s
 
 def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
     """The tensors to store, each once; other name -> stored name of the tied ones; names of transient buffers."""
-    transient = transient_buffers(model)
     first: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if name != "_metadata"}
-    for name, value in {**state, **transient}.items():  # neuraloperator notes there how a model was made
+    state = model.state_dict(keep_vars=True)
+    transient = transient_buffers(model, state)
+    state.pop("_metadata", None)  # neuraloperator notes there how a model was made
+    for name, value in {**state, **transient}.items():
         if not isinstance(value, Tensor) or value.is_meta:
             found = "is on the meta device" if isinstance(value, Tensor) else f"is a {type(value).__name__}, no tensor"
             raise CheckpointError(f"{name} of this {type(model).__name__} {found}: only tensors with data can be saved")

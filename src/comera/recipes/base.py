@@ -1,5 +1,5 @@
-"""What the recipes share: their configurations, tasks with a sequence of batches, the method narrow, estimates, and
-runs, a single one or several stages one after the other.
+"""What the recipes share: tasks with a sequence of batches, the method narrow, estimates, and runs, a single one or
+several stages one after the other.
 
     comera  out/early          early stage of `train.epochs`
             out/late-0.8, ...  one late stage per target, each starting from the end of the early stage
@@ -13,33 +13,29 @@ pruned ranks recover at full rates only, and rates that have decayed twice waste
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import inf
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import yaml
 from torch import Tensor, nn
 
 from comera.baselines import (
-    COMMON_METHODS,
-    METHODS,
     Applied,
     BaselineConfig,
     Conversion,
     Method,
     Narrow,
-    check_method,
     installed,
     widest,
 )
-from comera.convert import BTT, TT, TTM
-from comera.errors import ConfigError, check_fields
-from comera.files import replace_file, typed_path
+from comera.errors import ConfigError
+from comera.files import replace_file
 from comera.memory.estimate import MemoryEstimate, count_flops
 from comera.memory.estimate import estimate as estimate_step
 from comera.pretrained import load_pretrained
+from comera.recipes.config import StagedConfig
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.display import figure
@@ -52,113 +48,8 @@ from comera.trainer.state import adapt_
 from comera.trainer.step import set_precision_
 from comera.trainer.task import Batch, Task
 
-T = TypeVar("T", bound=Task)
 Step = tuple[nn.Module, Conversion, Callable[[], Tensor]]
 """Of a method, to count and estimate on the meta device: its model, the report of the conversion, the step's loss."""
-
-
-@dataclass(frozen=True)
-class RecipeConfig:
-    """A recipe's configuration: the fields of its subclass are the command-line options, and the text under each one
-    its help. It has the field `train`, too. recipe, methods, presets: the recipe's name and what it offers."""
-
-    method: Method = "comera"
-    preset: str = ""
-    out: str | None = None
-    """Folder of the runs; default: runs/RECIPE-METHOD."""
-
-    recipe = ""
-    methods = METHODS
-    presets = tuple[str, ...]()
-
-    def __post_init__(self) -> None:
-        check_method(self.method, self.methods)
-        check_fields(self, "", {"preset": (self.preset in self.presets, f"one of {', '.join(self.presets)}")})
-
-    @property
-    def name(self) -> str:
-        """The name under which its runs are known."""
-        return self.recipe
-
-    @property
-    def folder(self) -> Path:
-        """The folder of all runs."""
-        return typed_path(f"runs/{self.name}-{self.method}" if self.out is None else self.out, "out")
-
-
-@dataclass(frozen=True)
-class StagedConfig(RecipeConfig):
-    """Of a recipe that runs in stages. `train`: settings of the early stage."""
-
-    late_targets: tuple[float, ...] = ()
-    """Target sizes, as fractions of the size after the early stage; each gets its own late stage."""
-    late_epochs: float = 1.0
-    """Passes over the training data in each late stage (train.epochs sets those of the early stage). The size shrinks
-    during the first half of them, unless train.late.steps is set."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        targets = tuple(self.late_targets)  # YAML has only lists
-        object.__setattr__(self, "late_targets", targets)
-        for target in targets:
-            if isinstance(target, bool) or not 0 < target < 1:
-                raise ConfigError(f"late_targets must be fractions of the early size, > 0 and < 1, got {target!r}")
-        if len({f"{target:g}" for target in targets}) < len(targets):
-            raise ConfigError(f"late_targets must differ, since each names a folder, got {targets}")
-        check_fields(self, "", {"late_epochs": (0 < self.late_epochs < inf, "a number > 0")})
-        late = vars(self)["train"].late
-        if late.target_size is not None or late.starts:
-            raise ConfigError(
-                "train.late must have no target_size and no start here: set late_targets and train.epochs"
-            )
-
-
-def linear_format(format: str, order: int, rank: Any, blocks: tuple[int, int] | None) -> TT | BTT | None:
-    """The format of linear layers; None for dense ones. rank: one, or for tt several."""
-    return (
-        None if format == "dense" else TT(order=order, rank=rank) if format == "tt" else BTT(rank=rank, blocks=blocks)
-    )
-
-
-def table_format(embedding: str, order: int, rank: Any) -> TTM | None:
-    """The format of the token embedding; None for a dense one."""
-    if embedding == "low_rank":
-        return TTM.low_rank(rank)
-    return TTM(order=order, rank=rank) if embedding == "ttm" else None
-
-
-Format = Literal["tt", "btt", "dense"]
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Formats of the compressed layers; only the method comera uses them."""
-
-    format: Format | None = None
-    """Format of linear layers: tt, a tensor train, as published, which goes to the smallest sizes; btt, a block tensor
-    train, which learns most for what it costs; dense leaves them as they are, for models so narrow that the vocabulary
-    is most of them."""
-    order: int | None = None
-    """Cores in the tensor train of a linear layer; tt only."""
-    rank: int | tuple[int, ...] | None = None
-    """Initial rank of linear layers: one value, clipped where the modes or blocks allow less, or for tt all order + 1,
-    ones at both ends."""
-    blocks: tuple[int, int] | None = None
-    """Input and output blocks of linear layers; btt only. None: about the square roots of the features."""
-    embedding: Literal["ttm", "low_rank", "dense"] = "ttm"
-    """Format of the token embedding: ttm, a TT-matrix, as published, or low_rank, a product of two matrices in which
-    every token has `embedding_rank` parameters of its own; it learns more, and is larger."""
-    embedding_order: int | None = None
-    """Cores in the TT-matrix of the token embedding; ttm only."""
-    embedding_rank: int | tuple[int, ...] | None = None
-    """Initial rank of the token embedding."""
-
-    embeddings = tuple[str, ...](("ttm", "low_rank"))
-
-    def __post_init__(self) -> None:
-        for name, known in (("format", ("tt", "btt", "dense")), ("embedding", self.embeddings)):
-            words = f"{', '.join(known[:-1])} or {known[-1]}"
-            check_fields(self, "compress.", {name: (getattr(self, name) in (None, *known), words)})
 
 
 def is_main(train: TrainConfig) -> bool:
@@ -274,6 +165,13 @@ class RecipeTask(Task):
         batches = train.accumulation * open_accelerator(train.device).num_processes
         return int(self.data.steps_per_epoch(train.batch_size, batches))
 
+    def examples(self, batch: Batch) -> int:
+        """Rows of the first tensor of a batch."""
+        return len(batch[0])
+
+    def finish(self, folder: Path, summary: Summary) -> None:
+        """What remains to be done in the folder of a run that has ended; called again where it is resumed."""
+
     def about(self) -> list[str]:
         """What became of the model, in lines to print."""
         if _narrow(self.config) is None:
@@ -300,19 +198,20 @@ def write_test(task: RecipeTask, folder: Path) -> None:
 
 
 def estimates_by_method(
-    build: Callable[[Method], Step],
-    train: TrainConfig,
-    methods: Sequence[Method] = COMMON_METHODS,
-    *,
+    config: Any,
+    meta_step: Callable[..., Step],
+    *sizes: Any,
+    methods: Sequence[Method] = (),
     keep_logits: bool = True,
 ) -> dict[str, MemoryEstimate]:
-    """Memory and FLOPs of a training step for every installed method. build: is called on the meta device: nothing is
-    allocated or computed. train: how the model is fused. methods: those of the recipe. keep_logits: as the task has
-    it."""
+    """Memory and FLOPs of a training step for every installed method, on the meta device: nothing is allocated or
+    computed. sizes: further arguments of `meta_step`. methods: default: all of the recipe. keep_logits: as the task
+    has it."""
     estimates: dict[str, MemoryEstimate] = {}
-    for method in filter(installed, methods):
+    train = config.train
+    for method in filter(installed, methods or config.methods):
         with torch.device("meta"):
-            model, report, loss = build(method)
+            model, report, loss = meta_step(replace(config, method=method), *sizes)
             plain = replace(train, recompute=False, precision="fp32")  # without what only compressed models can
             own = train if method == "comera" else plain
             adapt_(model.train(), own, keep_logits=keep_logits)
@@ -357,22 +256,17 @@ def fit_one(task: RecipeTask, *, resume: bool, lines: Iterable[str] = ()) -> Sum
     return fit(task, config.train, config.folder, resume=resume, resolved=_resolved(config))
 
 
-def fit_stages(
-    config: Any,
-    make_task: Callable[[int], T],
-    *,
-    resume: bool,
-    finish: Callable[[Summary, T, Path], Summary] = lambda summary, task, folder: summary,
-) -> Summary:
+def fit_stages(config: Any, make_task: Callable[[int], RecipeTask], *, resume: bool) -> Summary:
     """Train the runs of `config`; returns the summary of the last run that was started. make_task: makes the task of a
     run, from the number of steps that other runs trained before it. resume: keep finished runs and continue an
-    interrupted one. finish: called after each run. An interruption ends the current run and skips the rest. Raises what
-    `fit` raises."""
+    interrupted one. An interruption ends the current run and skips the rest. Raises what `fit` raises."""
     folders, settings = runs(config), _resolved(config)
     task = make_task(0)  # before anything is written: it may fail
 
-    def run(task: T, train: TrainConfig, folder: Path, **others: Any) -> Summary:
-        return finish(fit(task, train, folder, resume=resume, resolved=settings, **others), task, folder)
+    def run(task: RecipeTask, train: TrainConfig, folder: Path, **others: Any) -> Summary:
+        summary = fit(task, train, folder, resume=resume, resolved=settings, **others)
+        task.finish(folder, summary)
+        return summary
 
     if config.method != "comera":
         return run(task, _dense(config, task.steps_per_epoch), config.folder)

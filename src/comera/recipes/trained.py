@@ -16,6 +16,7 @@ from comera.baselines import Method
 from comera.errors import CheckpointError, ConfigError
 from comera.memory.estimate import MemoryEstimate
 from comera.pretrained import WEIGHTS, load_pretrained, read_manifest, tensor_headers
+from comera.recipes.base import as_begun
 from comera.recipes.registry import RECIPES
 from comera.trainer.checkpoint import checkpoints, find_checkpoint, run_in
 from comera.trainer.metrics import Summary
@@ -40,7 +41,7 @@ class Architecture:
 
 
 class Recipe(Protocol):
-    """The functions of a recipe's module. config: a `comera.recipes.base.RecipeConfig`."""
+    """The functions of a recipe's module. config: a `comera.recipes.config.RecipeConfig`."""
 
     def preset(self, method: Method = "comera") -> Any:
         """The default configuration for a method. Further parameters are fields that choose among presets."""
@@ -140,7 +141,7 @@ def open_trained(
             f"{checkpoint}: expected a run of {', '.join(RECIPES)}, got one of {recipe!r}: rebuild its model "
             "yourself, load it with comera.load_pretrained, and see comera.export"
         )
-    config = read_config(recipe, file)
+    config = as_begun(read_config(recipe, file), identity)
     architecture = load_recipe(recipe).architecture(config, identity, checkpoint)
     with torch.device("meta"):
         model = architecture.build()

@@ -25,12 +25,13 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.errors import CheckpointError, ConfigError, RankError
+from comera.errors import CheckpointError, ConfigError, RankError, TrainingError
 from comera.files import damage, flush, replace_folder, write_sums
 from comera.kernels.select import kernels_in_use
 from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
 from comera.pretrained.stored import StoredTensors, write_tensors
 from comera.rank.controller import RankController
+from comera.rank.state import RankState
 from comera.trainer.random_state import check_rng_state, set_rng_state
 from comera.trainer.trainer_json import FORMAT, TRAINER, Progress, TrainerState, broken, read_trainer
 
@@ -78,6 +79,20 @@ def find_checkpoint(run: Path, which: Literal["last", "best"] = "last") -> Path:
     return best
 
 
+def last_good(run: Path) -> str:
+    """What there is to go back to, in words."""
+    found = checkpoints(run)
+    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"
+
+
+def not_written(what: str, run: Path, error: Exception) -> TrainingError:
+    """The error for a file of a run that could not be written."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return TrainingError(
+        f"expected to write {what} in {run}, got: {reason}; {last_good(run)}: make room for it, then resume the run"
+    )
+
+
 def clean(run: Path) -> None:
     """Remove what killed saves left behind; for the process that writes, before it starts."""
     for leftover in (Path(run) / "checkpoints").glob(".step-*"):
@@ -102,9 +117,7 @@ def save_checkpoint(
     temporary = final.with_name(f".{final.name}.new")
     _remove(temporary)
     temporary.mkdir(parents=True)
-    save_pretrained(model, temporary)
     tensors, scalars = _optimizer_state(model, optimizer)
-    write_tensors(temporary, _STATE_FILE, tensors)
     trainer = {
         **FORMAT,
         "progress": asdict(progress),
@@ -116,6 +129,8 @@ def save_checkpoint(
         "rng": list(rng),
         "kernels": _kernels(model),
     }
+    save_pretrained(model, temporary)
+    write_tensors(temporary, _STATE_FILE, tensors)
     (temporary / TRAINER).write_text(json.dumps(trainer), "utf-8")
     write_sums(temporary)
     for path in [*temporary.iterdir(), temporary]:
@@ -207,17 +222,14 @@ def _load_state(
     if differ := sorted({*trainer.parameters}.symmetric_difference(_trained(model, optimizer))):
         raise broken(folder, "this optimizer's parameters", f"others: {', '.join(differ[:4])}")
     tensors = _read_tensors(folder, trainer)
-    before = controller.state_dict() if controller else {}
     try:
         if controller:
-            controller.load_state_dict(trainer.controller)
-        load_pretrained(model, folder)
+            RankState.of(trainer.controller)  # before anything changes
     except RankError as error:
         raise broken(folder, "a rank controller's state", str(error)) from error
-    except CheckpointError:
-        if controller:
-            controller.load_state_dict(before)
-        raise
+    load_pretrained(model, folder)
+    if controller:
+        controller.load_state_dict(trainer.controller)
     _set_optimizer_state(model, optimizer, tensors, trainer.scalars)
 
 

@@ -196,12 +196,6 @@ def _nvml_counter(device: torch.device) -> _Counter:
     return _Counter("gpu", lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)), 1e-3)
 
 
-def add(*amounts: Mapping[str, float]) -> dict[str, float]:
-    """The sums by source of several amounts."""
-    sources = dict.fromkeys(source for joules in amounts for source in joules)
-    return {source: sum(joules.get(source, 0.0) for joules in amounts) for source in sources}
-
-
 def total(joules: Mapping[str, float]) -> float | None:
     """The sum over sources, None without any."""
     return sum(joules.values()) if joules else None

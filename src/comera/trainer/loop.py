@@ -8,8 +8,9 @@ A run's clock counts training: batches, steps and logging, but not evaluation, p
 """
 
 import statistics
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
@@ -18,25 +19,21 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
-from torch import Tensor
 
-from comera.errors import CheckpointError, ConfigError, DataError, TrainingError
+from comera.errors import CheckpointError, ConfigError
 from comera.files import NO_ROOM
 from comera.kernels import float32_products
-from comera.trainer.checkpoint import checkpoints, clean, save_checkpoint
+from comera.trainer.checkpoint import clean, not_written, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
-from comera.trainer.display import Display
-from comera.trainer.energy import SOURCES, add
 from comera.trainer.evaluation import evaluate
 from comera.trainer.lock import hold
 from comera.trainer.metrics import Summary
-from comera.trainer.optimizer import lr_multiplier
 from comera.trainer.processes import open_accelerator
 from comera.trainer.random_state import rng_state
 from comera.trainer.run_log import RunLogger
 from comera.trainer.state import TrainState, build_state
-from comera.trainer.task import Batch, Task
+from comera.trainer.task import Task
 from comera.trainer.trackers import check_installed
 
 # The first steps after a start are slower (memory pools, threads, plans), so no step time counts them.
@@ -111,7 +108,7 @@ def fit(
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            raise _not_written("the records of the run", out, error) from error
+            raise not_written("the records of the run", out, error) from error
 
 
 def _fit(
@@ -133,8 +130,8 @@ def _fit(
         )
     done = Summary.read(out / "summary.json")
     if done is not None and done.finished:
-        display = Display(task.name, shown=config.progress and accelerator.is_main_process)
-        display.announce(f"{task.name}: the run in {out} is finished, {done.steps:,} steps ({done.stopped})")
+        if config.progress and accelerator.is_main_process:
+            print(f"{task.name}: the run in {out} is finished, {done.steps:,} steps ({done.stopped})", file=sys.stderr)
         return done
     accelerator.wait_for_everyone()  # no process writes before all have looked
     with ExitStack() as stack:
@@ -157,25 +154,19 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
     def due(every: int) -> bool:
         return every > 0 and progress.step % every == 0
 
-    logger.log_fp8()
-    if progress.step == 0:
-        logger.log_size()
-        logger.log_stage()
     state.model.train()
     state.start()
     while progress.stopped is None:
-        _set_learning_rates(state)
+        state.set_rates()
         with state.part("batches"):
             batches = [task.train_batch(progress.step, micro, rank, world) for micro in range(config.accumulation)]
         tokens, counts = sum(map(task.tokens, batches)), map(task.examples, batches)
         examples = sum(config.batch_size if count is None else count for count in counts)
         inputs = [send_to_device(batch, device, non_blocking=True) for batch in batches]
-        result = state.train_step(inputs, _weights(state, batches))
+        result = state.train_step(inputs, state.weights(batches))
         progress.step += 1
-        logger.log_mode(state.train_step.mode, state.train_step.built)
         task.after_step(progress.step)
-        state.pending.append((progress.step, result.loss, result.grad_norm))
-        _count(state, tokens, examples, interrupted=interrupt.seen)
+        state.count(result, tokens, examples, interrupted=interrupt.seen)
 
         ends = progress.stopped is not None
         completes = ends and progress.stopped != "interrupted"
@@ -186,12 +177,14 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
         logs = due(config.log_every) or ends
 
         if epoch_ends or logs or prunes or evaluates or saves or device.type == "cpu":
-            _check_finite(state)
+            state.check_finite()
         if epoch_ends and controller:
             controller.epoch_ended()
+        done, peak = state.fraction_done(), state.take_peak_memory() if logs else 0
+        logger.log_mode(state.train_step.mode, state.train_step.built)
         logger.log_stage()
         if logs:
-            logger.log_train(*state.last, state.take_peak_memory(), state.fraction_done())
+            logger.log_train(*state.last, peak, done)
         if not (prunes or evaluates or saves):
             continue
         with state.paused():
@@ -212,69 +205,6 @@ def _train(state: TrainState, logger: RunLogger, interrupt: Interrupt) -> Summar
         summary.write(state.out / "summary.json")
     state.accelerator.wait_for_everyone()
     return summary
-
-
-def _set_learning_rates(state: TrainState) -> None:
-    """Set the rates of the middle of the next step, so that neither the first nor the last step has a rate of zero."""
-    config = state.config
-    multiplier = lr_multiplier(
-        state.fraction_done(ahead=0.5), warmup=config.warmup, schedule=config.schedule, final=config.final_lr
-    )
-    state.train_step.set_rates([peak * multiplier for peak in state.progress.peak_lrs])
-
-
-def _weights(state: TrainState, batches: Sequence[Batch]) -> Tensor | None:
-    """Weights of a step's batches on the device; None if no other batch shares this step."""
-    weights = [state.task.weight(batch) for batch in batches]
-    if not all(0 < weight < float("inf") for weight in weights):
-        raise DataError(
-            f"expected training batches of a weight above 0 from {state.task.name}, got "
-            f"{', '.join(map(str, weights))} at step {state.progress.step + 1:,}: drop batches without tokens"
-        )
-    if len(batches) == state.accelerator.num_processes == 1:
-        return None
-    return torch.tensor(weights, dtype=torch.float64).to(state.accelerator.device, non_blocking=True)
-
-
-def _count(state: TrainState, tokens: int, examples: int, *, interrupted: bool) -> None:
-    """Add a step to the progress, and stop the run at a bound or an interruption.
-
-    Processes agree on the longest time, all tokens, examples and joules, and any interruption: they must decide alike.
-    """
-    progress, config, accelerator = state.progress, state.config, state.accelerator
-    progress.time, joules = state.clock.seconds, state.energy.take()
-    if accelerator.num_processes > 1:
-        own = [[progress.time, tokens, examples, interrupted, *(joules.get(source, 0.0) for source in SOURCES)]]
-        gathered = accelerator.gather(torch.tensor(own, dtype=torch.float64, device=accelerator.device))
-        times, all_tokens, all_examples, all_interrupted, *all_joules = gathered.T.tolist()
-        progress.time, interrupted = max(times), any(all_interrupted)
-        tokens, examples = int(sum(all_tokens)), int(sum(all_examples))
-        joules = {source: sum(each) for source, each in zip(SOURCES, all_joules, strict=True) if any(each)}
-    progress.tokens += tokens
-    progress.examples += examples
-    progress.energy = add(progress.energy, joules)
-    if state.max_steps and progress.step >= state.max_steps:
-        progress.stopped = "steps"
-    elif config.max_seconds and progress.time >= config.max_seconds:
-        progress.stopped = "time"
-    elif interrupted:
-        progress.stopped = "interrupted"
-
-
-def _check_finite(state: TrainState) -> None:
-    """Bring the losses and norms since the last check to the host: the one point where the loop synchronizes.
-
-    Raises TrainingError at the first one that is not finite.
-    """
-    values = torch.stack([torch.stack([loss, norm.float()]) for _, loss, norm in state.pending]).tolist()
-    for (step, *_), (loss, norm) in zip(state.pending, values, strict=True):
-        if not (isfinite(loss) and isfinite(norm)):
-            raise _failure(state, f"loss {loss} with gradient norm {norm}", step)
-    now = state.clock.seconds
-    state.step_times.append((now - state.checked_at) / len(state.pending))
-    state.checked_at = now
-    state.last = tuple(values[-1])
-    state.pending.clear()
 
 
 def _prune(state: TrainState, logger: RunLogger) -> None:
@@ -304,7 +234,7 @@ def _evaluate(state: TrainState, logger: RunLogger, *, last: bool) -> bool:
     means = evaluate(state.task, state.model, state.accelerator, batches=batches, precision=precision)
     loss = means.pop("loss")
     if not isfinite(loss):
-        raise _failure(state, f"held-out loss {loss}", progress.step)
+        raise state.failure(f"held-out loss {loss}", progress.step)
     is_best = progress.best_held_out_loss is None or loss < progress.best_held_out_loss
     progress.held_out_loss, progress.held_out_step, progress.metrics = loss, progress.step, means
     if is_best:
@@ -320,11 +250,12 @@ def _save(state: TrainState, logger: RunLogger) -> None:
     """Write a checkpoint; raises TrainingError instead if a parameter is not finite."""
     progress = state.progress
     if not torch.stack([p.isfinite().all() for p in state.model.parameters()]).all():
-        raise _failure(state, "parameters that are not finite", progress.step)
+        raise state.failure("parameters that are not finite", progress.step)
     if steady := state.step_times[_WARM_UP_STEPS:] or state.step_times:
         progress.step_time = statistics.median(steady)
     rng, joules = zip(*gather_object([(rng_state(), state.energy.take())]), strict=True)
-    progress.energy = add(progress.energy, *joules)
+    for each in joules:
+        state.add_energy(each)
     if state.accelerator.is_main_process:
         logger.sync()
         saved = (state.model, state.optimizer, state.controller, progress)
@@ -332,24 +263,5 @@ def _save(state: TrainState, logger: RunLogger) -> None:
             save_checkpoint(state.out, *saved, identity=state.identity, rng=rng)
         except (OSError, CheckpointError) as error:
             clean(state.out)
-            raise _not_written(f"the checkpoint of step {progress.step:,}", state.out, error) from error
+            raise not_written(f"the checkpoint of step {progress.step:,}", state.out, error) from error
     state.accelerator.wait_for_everyone()
-
-
-def _failure(state: TrainState, what: str, step: int) -> TrainingError:
-    return TrainingError(
-        f"expected finite values, got {what} at step {step}; {_last_good(state.out)}: start a new run with a lower lr, "
-        "a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was another"
-    )
-
-
-def _not_written(what: str, out: Path, error: Exception) -> TrainingError:
-    reason = error.strerror if isinstance(error, OSError) else error
-    return TrainingError(
-        f"expected to write {what} in {out}, got: {reason}; {_last_good(out)}: make room for it, then resume the run"
-    )
-
-
-def _last_good(out: Path) -> str:
-    found = checkpoints(out)
-    return f"the last good checkpoint is {found[-1]}" if found else "no checkpoint had been saved yet"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from comera.files import replace_file
 from comera.nn.size import ModelSize, model_size
-from comera.nn.tensor_train import named_trains
 from comera.rank.report import RankReport
 from comera.rank.size import unpruned_ranks, unpruned_size
 from comera.trainer.display import Display, figure
@@ -35,7 +34,6 @@ class RunLogger:
     def __init__(self, state: TrainState, *, resolved: Mapping[str, Any] | None = None) -> None:
         progress, task, config = state.progress, state.task, state.config
         self._state, self._resolved = state, resolved
-        self._trains = dict(named_trains(state.model))
         self._size = self._model_size()
         # what has been logged so far: of a run that resumes, all but graphs
         self._logged_at = (progress.step, progress.tokens, progress.time)
@@ -73,6 +71,10 @@ class RunLogger:
             self._trackers = Trackers(config.trackers, out, settings, step=step)
             stack.push(self._close_trackers)
         stack.enter_context(self._display)
+        self._log_fp8()
+        if self._state.progress.step == 0:
+            self.log_size()
+            self.log_stage()
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.__exit__(*raised)
@@ -142,7 +144,7 @@ class RunLogger:
         if mode != before[0]:
             self.announce(f"step {progress.step:,}: mode {mode}")
 
-    def log_fp8(self) -> None:
+    def _log_fp8(self) -> None:
         """Log which layers compute in FP8 and why the others do not, if the precision is that."""
         report = self._state.fp8
         if report is None:
@@ -161,8 +163,8 @@ class RunLogger:
         self._write(
             "size",
             **{name: getattr(size, name) for name in ("total", "tensorized", "ratio", "tensorized_ratio")},
-            active=sum(map(unpruned_size, self._trains.values())),
-            ranks={name: unpruned_ranks(train) for name, train in self._trains.items()},
+            active=sum(map(unpruned_size, self._state.trains.values())),
+            ranks={name: unpruned_ranks(train) for name, train in self._state.trains.items()},
         )
 
     def log_stage(self) -> None:

@@ -1,32 +1,34 @@
 """What a run holds while it trains: the pieces that `fit` builds from a task and its configuration."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.errors import ConfigError
+from comera.errors import ConfigError, DataError, TrainingError
 from comera.fp8 import FP8Report
 from comera.fusion.fuse import fuse_
 from comera.memory import recompute_
-from comera.memory.estimate import MemoryMeter
+from comera.memory.estimate import peak_memory, reset_peak
 from comera.nn.size import model_size
-from comera.nn.tensor_train import named_trains
+from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.controller import RankController
-from comera.trainer.checkpoint import checkpoints, clean, load_checkpoint, take_over
+from comera.trainer.checkpoint import checkpoints, clean, last_good, load_checkpoint, take_over
 from comera.trainer.clock import Clock
 from comera.trainer.config import TrainConfig
-from comera.trainer.energy import EnergyMeter
-from comera.trainer.optimizer import named_optimizer
-from comera.trainer.step import TrainStep, set_precision_
-from comera.trainer.task import Task
+from comera.trainer.energy import SOURCES, EnergyMeter
+from comera.trainer.optimizer import lr_multiplier, named_optimizer
+from comera.trainer.step import StepResult, TrainStep, set_precision_
+from comera.trainer.task import Batch, Task
 from comera.trainer.trainer_json import Progress
 
 
@@ -36,6 +38,7 @@ class TrainState:
 
     Checkpoints hold model, optimizer, controller (None for a dense model) and progress.
 
+    trains: the model's tensor trains by name.
     method: what the report calls it. identity: the values under which alone the run may be resumed. max_steps: None
     where only the clock ends the run.
     pending: step, loss and gradient norm of the steps that the host has not seen yet; last: loss and norm of the last
@@ -48,13 +51,13 @@ class TrainState:
     out: Path
     accelerator: Accelerator
     model: nn.Module
+    trains: dict[str, TensorTrain]
     optimizer: Optimizer
     controller: RankController | None
     train_step: TrainStep
     method: str
     identity: dict[str, Any]
     max_steps: int | None
-    memory: MemoryMeter
     clock: Clock
     energy: EnergyMeter
     fp8: FP8Report | None = None
@@ -76,6 +79,77 @@ class TrainState:
         by_time = self.progress.time / self.config.max_seconds if self.config.max_seconds else 0.0
         return min(1.0, max(by_steps, by_time))
 
+    def set_rates(self) -> None:
+        """Set the rates of the middle of the next step: so neither the first nor the last one has a rate of zero."""
+        config, done = self.config, self.fraction_done(ahead=0.5)
+        times = lr_multiplier(done, warmup=config.warmup, schedule=config.schedule, final=config.final_lr)
+        self.train_step.set_rates([peak * times for peak in self.progress.peak_lrs])
+
+    def weights(self, batches: Sequence[Batch]) -> Tensor | None:
+        """Weights of a step's batches on the device; None if no other batch shares this step."""
+        weights = [self.task.weight(batch) for batch in batches]
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise DataError(
+                f"expected training batches of a weight above 0 from {self.task.name}, got "
+                f"{', '.join(map(str, weights))} at step {self.progress.step + 1:,}: drop batches without tokens"
+            )
+        if len(batches) == self.accelerator.num_processes == 1:
+            return None
+        return torch.tensor(weights, dtype=torch.float64).to(self.accelerator.device, non_blocking=True)
+
+    def count(self, result: StepResult, tokens: int, examples: int, *, interrupted: bool) -> None:
+        """Add a step to the progress, and stop the run at a bound or an interruption.
+
+        Processes agree on the longest time, all tokens, examples and joules, and any interruption: they must decide
+        alike.
+        """
+        progress, config, accelerator = self.progress, self.config, self.accelerator
+        self.pending.append((progress.step, result.loss, result.grad_norm))
+        progress.time, joules = self.clock.seconds, self.energy.take()
+        if accelerator.num_processes > 1:
+            own = [[progress.time, tokens, examples, interrupted, *(joules.get(source, 0.0) for source in SOURCES)]]
+            gathered = accelerator.gather(torch.tensor(own, dtype=torch.float64, device=accelerator.device))
+            times, all_tokens, all_examples, all_interrupted, *all_joules = gathered.T.tolist()
+            progress.time, interrupted = max(times), any(all_interrupted)
+            tokens, examples = int(sum(all_tokens)), int(sum(all_examples))
+            joules = {source: sum(each) for source, each in zip(SOURCES, all_joules, strict=True) if any(each)}
+        progress.tokens += tokens
+        progress.examples += examples
+        self.add_energy(joules)
+        if self.max_steps and progress.step >= self.max_steps:
+            progress.stopped = "steps"
+        elif config.max_seconds and progress.time >= config.max_seconds:
+            progress.stopped = "time"
+        elif interrupted:
+            progress.stopped = "interrupted"
+
+    def add_energy(self, joules: Mapping[str, float]) -> None:
+        """Add joules by source to those of the run."""
+        for source, amount in joules.items():
+            self.progress.energy[source] = self.progress.energy.get(source, 0.0) + amount
+
+    def check_finite(self) -> None:
+        """Bring the losses and norms since the last check to the host: the one point where a run synchronizes.
+
+        Raises TrainingError at the first one that is not finite.
+        """
+        values = torch.stack([torch.stack([loss, norm.float()]) for _, loss, norm in self.pending]).tolist()
+        for (step, *_), (loss, norm) in zip(self.pending, values, strict=True):
+            if not (isfinite(loss) and isfinite(norm)):
+                raise self.failure(f"loss {loss} with gradient norm {norm}", step)
+        now = self.clock.seconds
+        self.step_times.append((now - self.checked_at) / len(self.pending))
+        self.checked_at = now
+        self.last = tuple(values[-1])
+        self.pending.clear()
+
+    def failure(self, what: str, step: int) -> TrainingError:
+        """The error for what is not finite."""
+        return TrainingError(
+            f"expected finite values, got {what} at step {step}; {last_good(self.out)}: start a new run with a lower "
+            "lr, a longer warmup or a smaller max_grad_norm, or with precision fp32 if it was another"
+        )
+
     def start(self) -> None:
         """Start the clock and the energy meter."""
         self.clock.start()
@@ -84,12 +158,12 @@ class TrainState:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop both inside this context, and count no memory."""
-        self.peak_memory = max(self.peak_memory, self.memory.peak)
+        self.peak_memory = max(self.peak_memory, peak_memory(self.accelerator.device))
         with self.clock.paused():
             self.energy.stop()
             yield
         self.energy.start()
-        self.memory = MemoryMeter.start(self.accelerator.device)
+        reset_peak(self.accelerator.device)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -101,9 +175,9 @@ class TrainState:
 
     def take_peak_memory(self) -> int:
         """Peak bytes of training since the last call; `progress` keeps that of the whole run."""
-        peak, self.peak_memory = max(self.peak_memory, self.memory.peak), 0
+        peak, self.peak_memory = max(self.peak_memory, peak_memory(self.accelerator.device)), 0
         self.progress.peak_memory = max(self.progress.peak_memory, peak)
-        self.memory = MemoryMeter.start(self.accelerator.device)
+        reset_peak(self.accelerator.device)
         return peak
 
 
@@ -111,8 +185,7 @@ def build_state(
     task: Task, config: TrainConfig, out: Path, accelerator: Accelerator, start_from: Path | str | None
 ) -> TrainState:
     """Build everything that a run needs, from its last checkpoint in `out`, from `start_from`, or anew."""
-    max_steps = config.bound(task.steps_per_epoch)
-    memory = MemoryMeter.start(accelerator.device)
+    reset_peak(accelerator.device)
     set_seed(config.seed, device_specific=True)  # each process draws its own dropout
     model, fp8 = _prepare_model(task, config, accelerator)
     own_optimizer = task.optimizer(config)
@@ -126,8 +199,8 @@ def build_state(
         group.setdefault("name", f"group_{k}")
     groups = optimizer.param_groups
     peak_lrs, decays = ([float(group.get(key, 0)) for group in groups] for key in ("lr", "weight_decay"))
-    controller = None
-    if next(named_trains(model), None) is not None:
+    controller, trains = None, dict(named_trains(model))
+    if trains:
         controller = RankController(model, config.early, config.late, multiple=config.rank_multiple)
         controller.attach(optimizer)
     train_step = TrainStep(
@@ -154,13 +227,13 @@ def build_state(
         out,
         accelerator,
         model,
+        trains,
         optimizer,
         controller,
         train_step,
         method=method,
         identity=identity,
-        max_steps=max_steps,
-        memory=memory,
+        max_steps=config.bound(task.steps_per_epoch),
         clock=Clock(accelerator.device),
         energy=EnergyMeter(config.energy, accelerator.device, reads_cpu=accelerator.is_local_main_process),
         fp8=fp8,

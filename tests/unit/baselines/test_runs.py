@@ -21,7 +21,6 @@ from comera.baselines import (
     BaselineConfig,
     CoLA,
     GaLore,
-    Method,
     Narrow,
     Tensorly,
     apply_method_,
@@ -32,6 +31,8 @@ from comera.cli import main as cli
 from comera.convert import TensorizeConfig
 from comera.errors import ConfigError
 from comera.recipes.base import estimates_by_method, set_from_conversion
+from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.config import RecipeConfig
 from comera.report import compare, inspect, render
 from comera.report.html import layer_table
 from comera.report.run import read_run
@@ -166,11 +167,12 @@ def test_a_method_without_its_package_is_refused_before_anything_runs(
     )
     assert not out.exists()
 
-    def parts(method: Method) -> tuple[nn.Module, None, Callable[[], Tensor]]:
+    def parts(config: RecipeConfig) -> tuple[nn.Module, None, Callable[[], Tensor]]:
         model = nn.Linear(2, 2)
         return model, None, lambda: model(torch.ones(1, 2)).sum()
 
-    assert list(estimates_by_method(parts, TrainConfig(steps=1))) == ["comera", "dense", "lte", "cola", "tensorly"]
+    found = estimates_by_method(code_lm.preset(), parts)
+    assert list(found) == ["comera", "dense", "lte", "cola", "tensorly", "narrow"]
 
 
 def test_an_unknown_method_is_refused() -> None:

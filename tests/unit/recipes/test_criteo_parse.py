@@ -24,8 +24,8 @@ def assert_as_naive(text: bytes, labeled: bool = True) -> Rows:
     assert rows.dense.T.tolist() == [dense for _, dense, _ in good]
     assert rows.values.T.tolist() == [values for _, _, values in good]
     bad = [(number, result) for number, result in enumerate(results) if isinstance(result, str)]
-    kinds = [KINDS[kind] for kind in rows.bad_kinds]
-    assert list(zip(rows.bad_lines.tolist(), kinds, strict=True)) == bad
+    assert [(each.place, each.kind) for each in rows.bad] == bad
+    assert rows.places.tolist() == [number for number, result in enumerate(results) if not isinstance(result, str)]
     assert rows.labels.dtype == np.uint8
     assert rows.dense.dtype == np.float32
     assert rows.values.dtype == np.uint32
@@ -44,10 +44,9 @@ def test_bad_rows_are_skipped_and_named(kind: str) -> None:
     rows = [spoil(row, kind, rng) if rng.random() < 0.3 else row for row in good_rows(300)]
     text = lines_of(rows)
     parsed = assert_as_naive(text)
-    assert 50 < len(parsed.bad_lines) < 150
-    assert {KINDS[k] for k in parsed.bad_kinds} == {kind}
-    for line in parsed.bad_lines:
-        assert "expected" in CriteoRows().explain(text.split(b"\n")[line])
+    assert 50 < len(parsed.bad) < 150
+    assert {each.kind for each in parsed.bad} == {kind}
+    assert all("expected" in each.mistake for each in parsed.bad)
 
 
 @pytest.mark.parametrize(("kind", "field"), [(kind, field) for kind in BAD_FIELDS for field in BAD_FIELDS[kind]])
@@ -56,14 +55,14 @@ def test_every_bad_field(kind: str, field: str) -> None:
     row = good_rows(1)[0]
     row[place] = field
     rows = assert_as_naive(lines_of([row, *good_rows(1, seed=1)]))
-    assert [KINDS[k] for k in rows.bad_kinds] == [kind]
+    assert [each.kind for each in rows.bad] == [kind]
     assert len(rows.labels) == 1
 
 
 def test_the_first_mistake_in_a_row_counts() -> None:
     row = good_rows(1)[0]
     row[0], row[5], row[20] = "x", "y", "z"
-    assert [KINDS[k] for k in assert_as_naive(lines_of([row])).bad_kinds] == [KINDS[2]]
+    assert [each.kind for each in assert_as_naive(lines_of([row])).bad] == [KINDS[2]]
 
 
 @settings(deadline=None, max_examples=60)
@@ -94,7 +93,7 @@ def test_windows_line_ends_change_nothing() -> None:
     plain, windows = CriteoRows().parse(lines_of(rows)), CriteoRows().parse(lines_of(rows, "\r\n"))
     for name in ("labels", "dense", "values"):
         np.testing.assert_array_equal(getattr(plain, name), getattr(windows, name))
-    assert not len(windows.bad_lines)
+    assert not windows.bad
 
 
 def test_rows_without_a_label() -> None:
@@ -120,10 +119,15 @@ def test_logarithms_are_those_of_double_precision() -> None:
     np.testing.assert_array_equal(log_integers(integers), np.log1p(np.maximum(integers, 0)).astype(np.float32))
 
 
+def mistake_in(row: list[str]) -> str:
+    (bad,) = CriteoRows().parse(lines_of([row])).bad
+    return bad.mistake
+
+
 def test_an_explanation_names_field_and_content() -> None:
     row = good_rows(1)[0]
     row[16] = "nothex"
-    assert CriteoRows().explain(lines_of([row])) == "expected up to 8 hexadecimal digits as category 3, got 'nothex'"
+    assert mistake_in(row) == "expected up to 8 hexadecimal digits as category 3, got 'nothex'"
     row[2] = "1.5"
-    assert CriteoRows().explain(lines_of([row])[:-1]) == "expected a decimal integer of 32 bits as integer 2, got '1.5'"
-    assert "expected 40 fields between tabs, got 39" in CriteoRows().explain(lines_of([row[1:]]))
+    assert mistake_in(row) == "expected a decimal integer of 32 bits as integer 2, got '1.5'"
+    assert "expected 40 fields between tabs, got 39" in mistake_in(row[1:])

@@ -36,7 +36,7 @@ def test_a_seed_makes_the_same_rows_and_a_longer_log_begins_with_the_shorter(log
 def test_text_is_parsed_into_the_same_rows(log: Clicks, tmp_path: Path) -> None:
     path = ClickLog(0).write(tmp_path / "train.txt", 3000)
     rows = CriteoRows().parse(path.read_bytes())
-    assert not len(rows.bad_lines)
+    assert not rows.bad
     np.testing.assert_array_equal(rows.labels, log.labels[:3000])
     np.testing.assert_array_equal(rows.dense, log.dense()[:, :3000])
     np.testing.assert_array_equal(rows.values, log.values[:, :3000])

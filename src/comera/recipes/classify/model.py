@@ -15,8 +15,8 @@ from comera.convert.registry import converters
 from comera.errors import CheckpointError, ConfigError, ConversionError, check_fields
 from comera.files import typed_path
 from comera.nn.tensor_train import CompressedLayer
-from comera.recipes.base import Format, Formats, linear_format, table_format
 from comera.recipes.bert import ModelConfig
+from comera.recipes.config import Format, Formats
 
 CONFIG = "config.json"  # of transformers; in a run's folder, so that its model can be built without the checkpoint
 SEGMENTS = 2
@@ -98,13 +98,17 @@ class CompressConfig(Formats):
     def tensorize(self, kept: tuple[str, ...], trained: bool = False) -> TensorizeConfig:
         """The conversion; kept: names of the layers that stay dense; trained: the weights are those of a checkpoint."""
         init = self.init or ("decompose" if trained else "random")
-        usual, order, table_order = ("tt", 2, 2) if init == "decompose" else ("btt", 4, 3)
-        linear = linear_format(
-            self.format or usual, order if self.order is None else self.order, self.rank, self.blocks
+        usual: Format = "tt" if init == "decompose" else "btt"
+        order, table_order = (2, 2) if init == "decompose" else (4, 3)
+        own = Formats(
+            self.format or usual,
+            order if self.order is None else self.order,
+            embedding=self.embedding,
+            embedding_order=table_order if self.embedding_order is None else self.embedding_order,
+            embedding_rank=self.embedding_rank,
         )
-        table_order = table_order if self.embedding_order is None else self.embedding_order
-        table = table_format(self.embedding, table_order, self.embedding_rank)
-        return TensorizeConfig(linear=linear, embedding=table, overrides=dict.fromkeys(kept), init=init)
+        linear = own.linear(self.rank, self.blocks)
+        return TensorizeConfig(linear=linear, embedding=own.table(), overrides=dict.fromkeys(kept), init=init)
 
 
 def labels_of(names: tuple[str, ...]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from comera.recipes.classify.data import (
     prepare,
 )
 from comera.recipes.classify.task import Reads, confusion_matrix, example_loss, macro_f1, meta_batch, scores
+from comera.recipes.config import StagedConfig
 from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.data.tokenizer import stored_tokenizer
 from comera.recipes.trained import Architecture, check_length, example_ids, stored_rows, transformers_architecture
@@ -91,7 +92,7 @@ _LABELS = "data.label_names"  # in a run's identity, if they are not MNLI's
 
 
 @dataclass(frozen=True)
-class ClassifyConfig(base.StagedConfig):
+class ClassifyConfig(StagedConfig):
     """Classification of texts or pairs of texts."""
 
     method: Method = "comera"
@@ -259,34 +260,29 @@ class ClassifyTask(base.RecipeTask):
     def weight(self, batch: ExampleBatch) -> int:
         return len(batch.labels)
 
-    def examples(self, batch: ExampleBatch) -> int:
-        return len(batch.labels)
-
     def tokens(self, batch: ExampleBatch) -> int:
         """Tokens that the model reads; padding does not count."""
         return int(batch.attention_mask.sum())
 
-
-def write_results(summary: Summary, task: ClassifyTask, folder: Path) -> Summary:
-    """Write confusion.json of a finished run, and test.json where there are test examples, unless they are there;
-    returns the summary."""
-    path = folder / CONFUSION
-    if not summary.finished or path.exists():
-        return summary
-    if task.confusion is None:  # an earlier call finished the run
-        base.evaluate_last(task, folder)
-    matrices = {"held-out": task.confusion}
-    if task.data.test is not None:
-        task.part = "test"
-        base.write_test(task, folder)
-        matrices["test"] = task.confusion
-    if base.is_main(task.config.train):
-        counts = {part: matrix.tolist() for part, matrix in matrices.items() if matrix is not None}
-        replace_file(path, to_json({"labels": list(task.data.label_names), "counts": counts}) + "\n")
-        (label, share), reached = task.data.most_frequent, dict(summary.metrics)
-        values = ", ".join(f"{name} {value:.4f}" for name, value in reached.items())
-        base.log(task.config, f"held-out: {values}; always answering {label!r} has accuracy {share:.4f}")
-    return summary
+    def finish(self, folder: Path, summary: Summary) -> None:
+        """Write confusion.json of a finished run, and test.json where there are test examples, unless they are
+        there."""
+        path = folder / CONFUSION
+        if not summary.finished or path.exists():
+            return
+        if self.confusion is None:  # an earlier call finished the run
+            base.evaluate_last(self, folder)
+        matrices = {"held-out": self.confusion}
+        if self.data.test is not None:
+            self.part = "test"
+            base.write_test(self, folder)
+            matrices["test"] = self.confusion
+        if base.is_main(self.config.train):
+            counts = {part: matrix.tolist() for part, matrix in matrices.items() if matrix is not None}
+            replace_file(path, to_json({"labels": list(self.data.label_names), "counts": counts}) + "\n")
+            label, share = self.data.most_frequent
+            values = ", ".join(f"{name} {value:.4f}" for name, value in summary.metrics.items())
+            base.log(self.config, f"held-out: {values}; always answering {label!r} has accuracy {share:.4f}")
 
 
 def run(config: ClassifyConfig, *, resume: bool = False) -> Summary:
@@ -304,7 +300,7 @@ def run(config: ClassifyConfig, *, resume: bool = False) -> Summary:
             base.log(config, *made.about())
         return made
 
-    return base.fit_stages(config, task, resume=resume, finish=write_results)
+    return base.fit_stages(config, task, resume=resume)
 
 
 def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
@@ -315,11 +311,8 @@ def estimate(config: ClassifyConfig) -> dict[str, MemoryEstimate]:
     given = find_tokenizer(config.data, config.model.source) if known else None
     vocab_size = given.size if given else config.data.vocab_size
     labels = MNLI_LABELS if config.name == "mnli" else ("0", "1")
-    return base.estimates_by_method(
-        lambda method: meta_step(replace(config, method=method), vocab_size, labels=labels),
-        config.train,
-        LINEAR_METHODS if config.model.source is None else COMMON_METHODS,
-    )
+    methods = LINEAR_METHODS if config.model.source is None else COMMON_METHODS
+    return base.estimates_by_method(config, meta_step, vocab_size, 0, labels, methods=methods)
 
 
 def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
@@ -354,4 +347,4 @@ def architecture(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint
 def _before(config: ClassifyConfig, identity: Mapping[str, Any], checkpoint: Path) -> PretrainedConfig:
     """The configuration of a run of mnli from before runs stored it."""
     rows, labels = stored_rows(checkpoint, "bert.embeddings.word_embeddings"), identity.get(_LABELS, MNLI_LABELS)
-    return build_dense(base.as_begun(config, identity), rows, 0, tuple(labels))
+    return build_dense(config, rows, 0, tuple(labels))

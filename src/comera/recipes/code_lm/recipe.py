@@ -35,6 +35,7 @@ from comera.recipes.code_lm.data import (
     prepare,
 )
 from comera.recipes.code_lm.masking import Special
+from comera.recipes.config import Format, Formats, RecipeConfig
 from comera.recipes.data.tokenizer import stored_tokenizer
 from comera.recipes.trained import Architecture, check_length, example_ids, stored_rows, transformers_architecture
 from comera.trainer.config import TrainConfig
@@ -48,10 +49,10 @@ _SPECIAL = "data.special"  # in a run's identity, if they are not those of a tok
 
 
 @dataclass(frozen=True)
-class CompressConfig(base.Formats):
+class CompressConfig(Formats):
     """Formats of the compressed layers; only the method comera uses them."""
 
-    format: base.Format = "tt"
+    format: Format = "tt"
     order: int = 6
     rank: int | tuple[int, ...] = 30
     embedding: Literal["ttm", "low_rank"] = "ttm"
@@ -70,15 +71,11 @@ class CompressConfig(base.Formats):
         """The conversion; position and segment tables stay dense, as published."""
         overrides: dict[str, TT | BTT | TTM | None] = {"*.position_embeddings": None, "*.token_type_embeddings": None}
         if self.head != "share":
-            own = (
-                base.linear_format(self.format, self.order, self.head_rank, self.blocks)
-                if self.head == "untie"
-                else None
-            )
+            own = self.linear(self.head_rank, self.blocks) if self.head == "untie" else None
             overrides["cls.predictions.decoder"] = own
         return TensorizeConfig(
-            linear=base.linear_format(self.format, self.order, self.rank, self.blocks),
-            embedding=base.table_format(self.embedding, self.embedding_order, self.embedding_rank),
+            linear=self.linear(self.rank, self.blocks),
+            embedding=self.table(),
             overrides=overrides,
             tied="share" if self.head == "share" else "untie",
         )
@@ -137,7 +134,7 @@ PRESETS: dict[Preset, dict[Method, TrainConfig]] = {
 
 
 @dataclass(frozen=True)
-class CodeLMConfig(base.RecipeConfig):
+class CodeLMConfig(RecipeConfig):
     """Pre-training of a BERT-style transformer on source code."""
 
     method: Method = "comera"
@@ -272,9 +269,6 @@ class CodeLMTask(base.RecipeTask):
         """Tokens that the model reads; padding does not count."""
         return int(batch.attention_mask.sum()) if isinstance(batch, PaddedBatch) else batch.input_ids.numel()
 
-    def examples(self, batch: Batch | PaddedBatch) -> int:
-        return len(batch.input_ids)
-
 
 def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
     """Prepare the data, build the model and train it into `config.folder`; raises what `prepare` and `fit` raise."""
@@ -286,15 +280,13 @@ def run(config: CodeLMConfig, *, resume: bool = False) -> Summary:
 
 def estimate(config: CodeLMConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step for every installed method."""
-    return base.estimates_by_method(
-        lambda method: meta_step(replace(config, method=method), config.data.vocab_size), config.train, LINEAR_METHODS
-    )
+    return base.estimates_by_method(config, meta_step, config.data.vocab_size)
 
 
 def architecture(config: CodeLMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     vocab_size = stored_rows(checkpoint, "bert.embeddings.word_embeddings")
-    special, config = Special(*identity.get(_SPECIAL, ())), base.as_begun(config, identity)
+    special = Special(*identity.get(_SPECIAL, ()))
     return transformers_architecture(
         BertForMaskedLM,
         lambda: build_model(config, vocab_size, special)[0],

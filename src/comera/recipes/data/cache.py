@@ -47,12 +47,13 @@ def settings_digest(settings: list[object]) -> str:
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
 
 
-def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object]) -> T:
+def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path], object], needs: str = "room") -> T:
     """Return `load(folder)`; if the folder is missing or damaged, `write` makes it first. One process writes while the
     others wait. It writes to a folder beside, flushes to disk and renames, so a killed process leaves nothing that
-    looks complete, and an error leaves nothing at all. One that was killed or interrupted and had written RESUME gets
-    its folder again. Raises ConfigError for a cache that is not a writable folder,
-    and whatever `write` raises. Errors of `load` pass through: the data is intact, but these settings cannot use it."""
+    looks complete, and an error leaves nothing at all. One that was killed or interrupted, or that lacked room, and had
+    written RESUME gets its folder again. needs: how much room, in words. Raises ConfigError for a cache that is not a
+    writable folder, and whatever `write` raises. Errors of `load` pass through: the data is intact, but these settings
+    cannot use it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f"{folder.name}.lock")).acquire()
@@ -75,17 +76,19 @@ def open_or_make(folder: Path, load: Callable[[Path], T], write: Callable[[Path]
                 with open(path, "r+b") as file:
                     os.fsync(file.fileno())
             partial.rename(folder)
-        except OSError as error:
+        except BaseException as error:
             # An error without a name is of an open file, one with it may be of what is read.
-            if error.filename is not None and folder.parent not in Path(os.fsdecode(error.filename)).parents:
+            name = error.filename if isinstance(error, OSError) else None
+            lacking = isinstance(error, OSError) and (name is None or folder.parent in Path(os.fsdecode(name)).parents)
+            kept = (partial / RESUME).exists() and (lacking or not isinstance(error, Exception))
+            if not kept:
+                shutil.rmtree(partial, ignore_errors=True)
+            if not lacking:
                 raise
             raise ConfigError(
-                f"data.cache: expected room for the prepared data, got {folder.parent} ({error.strerror or error}): "
-                "make room there, or give another folder"
+                f"data.cache: expected {needs} for the prepared data, got {folder.parent} ({error}): make room there, "
+                f"or set data.cache to another folder{'; what is prepared so far is kept' if kept else ''}"
             ) from error
-        finally:
-            if not (isinstance(sys.exception(), KeyboardInterrupt) and (partial / RESUME).exists()):
-                shutil.rmtree(partial, ignore_errors=True)
         return load(folder)
 
 

@@ -227,39 +227,31 @@ def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-class _Hashed(io.RawIOBase):
-    """The unpacked bytes of a file, and the digest and number of those that were read."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
-        self.digest, self.size = hashlib.blake2b(digest_size=16), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._file.readinto(buffer)
-        self.digest.update(memoryview(buffer)[:count])
-        self.size += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 class _Text(io.TextIOWrapper):
-    """The text of a file; only a newline ends a line."""
+    """The text of a file, unpacked, with its digest; only a newline ends a line."""
 
     def __init__(self, path: Path) -> None:
-        self._hashed = _Hashed(path)
-        super().__init__(io.BufferedReader(self._hashed, LARGE_FILE), "utf-8", newline="\n")
+        raw: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
+        super().__init__(raw, "utf-8", newline="\n")
+        self._digest, self._size = hashlib.blake2b(digest_size=16), 0
+
+    def _noted(self, text: str) -> str:
+        data = text.encode()  # the bytes of the file: UTF-8 is read strictly
+        self._digest.update(data)
+        self._size += len(data)
+        return text
+
+    def read(self, size: int | None = -1) -> str:
+        return self._noted(super().read(size))
+
+    def __next__(self) -> str:
+        return self._noted(super().__next__())
 
     def rest(self) -> tuple[str, int]:
         """Read to the end; the digest and size of all."""
         while self.read(LARGE_FILE):
             pass
-        return self._hashed.digest.hexdigest(), self._hashed.size
+        return self._digest.hexdigest(), self._size
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from comera.optim.names import OPTIMIZERS
 from comera.rank.objective import EarlyStage
 from comera.recipes import base
 from comera.recipes.base import runs
+from comera.recipes.config import StagedConfig
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import ClickBatch, ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.model import DLRM, DLRMConfig
@@ -103,7 +104,7 @@ _RATES: dict[Method, TrainConfig] = {
 
 
 @dataclass(frozen=True)
-class DLRMTaskConfig(base.StagedConfig):
+class DLRMTaskConfig(StagedConfig):
     """Click prediction with DLRM, on Criteo's log or a table of one's own: will this user click on this ad?"""
 
     method: Method = "comera"
@@ -207,11 +208,14 @@ class DLRMTask(base.RecipeTask):
         """Area under the ROC curve and normalized cross-entropy over all held-out rows."""
         return click_metrics(*rows.unbind(1))
 
-    def examples(self, batch: ClickBatch) -> int:
-        return len(batch.labels)
-
     def tokens(self, batch: ClickBatch) -> int:
         return len(batch.labels)
+
+    def finish(self, folder: Path, summary: Summary) -> None:
+        """Write test.json for a finished run, unless it exists."""
+        if summary.finished and not (folder / "test.json").exists():
+            self.part = "test"
+            base.write_test(self, folder)
 
 
 def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
@@ -230,15 +234,7 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
         for folder in runs(config).values():  # for the report: estimated bytes by method and part
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / "memory.json", content)
-    return base.fit_stages(config, partial(DLRMTask, config, data), resume=resume, finish=_tested)
-
-
-def _tested(summary: Summary, task: DLRMTask, folder: Path) -> Summary:
-    """Write test.json for a finished run, unless it exists; returns the summary."""
-    if summary.finished and not (folder / "test.json").exists():
-        task.part = "test"
-        base.write_test(task, folder)
-    return summary
+    return base.fit_stages(config, partial(DLRMTask, config, data), resume=resume)
 
 
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:

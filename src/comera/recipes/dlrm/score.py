@@ -12,7 +12,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TextIO
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -146,15 +145,14 @@ def _score(
         rows_of = rows_of or CriteoRows(_has_labels(block.text))
         scores.labeled = labeled = rows_of.labeled
         rows = rows_of.parse(block.text)
-        scores.bad += len(rows.bad_lines)
+        scores.bad += len(rows.bad)
         if scores.bad > limit:
-            bad = int(rows.bad_lines[limit - scores.bad])  # the first one too many
-            wrong = rows_of.explain(block.text.split(bytes([10]))[bad])
+            bad = rows.bad[limit - scores.bad]  # the first one too many
             raise DataError(
-                f"{file}, line {line + bad + 1}: {wrong}; that is one bad row more than max_bad_rows "
+                f"{file}, line {line + bad.place + 1}: {bad.mistake}; that is one bad row more than max_bad_rows "
                 f"({limit:,}) allows: repair the file, or raise the limit to skip such rows"
             )
-        lines = line + 1 + np.delete(np.arange(rows.lines), rows.bad_lines)
+        lines = line + 1 + rows.places
         for first in range(0, len(lines), size):
             part = slice(first, first + size)
             batch = encoder.encode_rows(rows, part, labeled)

@@ -1,7 +1,6 @@
 """Stock causal language models of transformers, built from sizes: the family of Llama or of GPT-2."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from comera.baselines.narrow import nearest_heads
 from comera.convert import BTT, TT, TTM, NGrams, TensorizeConfig, TensorizeReport, ngrams_, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.fusion.decoder_attention import CAUSAL
-from comera.recipes.base import Format, Formats, linear_format, table_format
+from comera.recipes.config import Format, Formats
 
 Family = Literal["llama", "gpt2"]
 CLASSES: dict[Family, type[PreTrainedModel]] = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel}
@@ -205,17 +204,14 @@ class CompressConfig(Formats):
         overrides: dict[str, TT | TTM | BTT | None] = {"*.wpe": None} if model.family == "gpt2" else {}
         head = self.head or ("share" if model.tie else "untie")
         if head != "share":
-            own = self._linear(self.head_rank, _HEAD_RANKS, self.head_blocks)
-            overrides["lm_head"] = own if head == "untie" else None
+            rank = _HEAD_RANKS[self.format] if self.head_rank is None else self.head_rank
+            overrides["lm_head"] = self.linear(rank, self.head_blocks) if head == "untie" else None
         return TensorizeConfig(
-            linear=self._linear(self.rank, _RANKS, self.blocks),
-            embedding=table_format(self.embedding, self.embedding_order, self.embedding_rank),
+            linear=self.linear(_RANKS[self.format] if self.rank is None else self.rank, self.blocks),
+            embedding=self.table(),
             overrides=overrides,
             tied="share" if head == "share" else "untie",
         )
-
-    def _linear(self, rank: Any, defaults: Mapping[str, int], blocks: tuple[int, int] | None) -> TT | BTT | None:
-        return linear_format(self.format, self.order, defaults[self.format] if rank is None else rank, blocks)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from comera.errors import ConfigError
 from comera.memory.estimate import MemoryEstimate, shortage
 from comera.recipes import base
 from comera.recipes.base import runs
+from comera.recipes.config import RecipeConfig
 from comera.recipes.data.tokenizer import stored_tokenizer
 from comera.recipes.lm.data import Batch, LMData, LMDataConfig, prepare
 from comera.recipes.lm.model import CLASSES, CompressConfig, ModelConfig, dense_model
@@ -77,7 +78,7 @@ _LARGE: dict[Preset, ModelConfig] = {  # TinyLlama's and Llama's own
 
 
 @dataclass(frozen=True)
-class LMConfig(base.RecipeConfig):
+class LMConfig(RecipeConfig):
     """Pre-training of a causal language model on text or code."""
 
     method: Method = "comera"
@@ -225,19 +226,13 @@ def estimate(
     tokens."""
     vocab_size = vocab_size or config.data.expected_vocabulary()
     methods = methods or (METHODS if config.model.family == "llama" else _WITHOUT_LINEAR)
-    return base.estimates_by_method(
-        lambda method: meta_step(replace(config, method=method), vocab_size),
-        config.train,
-        methods,
-        keep_logits=LMTask.keep_logits,
-    )
+    return base.estimates_by_method(config, meta_step, vocab_size, methods=methods, keep_logits=LMTask.keep_logits)
 
 
 def architecture(config: LMConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run."""
     embedding = "transformer.wte" if config.model.family == "gpt2" else "model.embed_tokens"
     vocab_size, separator = stored_rows(checkpoint, embedding), int(identity["data.separator"])
-    config = base.as_begun(config, identity)
     return transformers_architecture(
         CLASSES[config.model.family],
         lambda: build_model(config, vocab_size, separator)[0],

@@ -23,6 +23,7 @@ from comera.optim.zeroth_order import LAYOUTS, Layout, ZerothOrder, adaptive_que
 from comera.rank.objective import EarlyStage
 from comera.recipes import base
 from comera.recipes.base import runs
+from comera.recipes.config import RecipeConfig
 from comera.recipes.pinn.equation import HJB, Derivatives, drawn_nodes, sparse_grid, stein_derivatives
 from comera.recipes.pinn.model import PINN, CompressConfig, ModelConfig
 from comera.recipes.trained import Architecture
@@ -106,7 +107,7 @@ class Baselines:
 
 
 @dataclass(frozen=True)
-class PinnConfig(base.RecipeConfig):
+class PinnConfig(RecipeConfig):
     """A physics-informed network for the Hamilton-Jacobi-Bellman equation, whose solution is known."""
 
     method: Method = "comera"
@@ -301,9 +302,6 @@ class PinnTask(base.RecipeTask):
     def weight(self, batch: Batch) -> int:
         return len(batch.points)
 
-    def examples(self, batch: Batch) -> int:
-        return len(batch.points)
-
     def tokens(self, batch: Batch) -> int:
         """Forward passes of a step's share."""
         rows = rows_of_loss(self.config, batch)
@@ -323,12 +321,11 @@ def run(config: PinnConfig, *, resume: bool = False) -> Summary:
 
 def estimate(config: PinnConfig) -> dict[str, MemoryEstimate]:
     """Memory and FLOPs of a training step by method."""
-    return base.estimates_by_method(lambda method: meta_step(replace(config, method=method)), config.train, METHODS)
+    return base.estimates_by_method(config, meta_step)
 
 
 def architecture(config: PinnConfig, identity: Mapping[str, Any], checkpoint: Path) -> Architecture:
     """How to rebuild the model of a run: points (B, I) -> u (B,)."""
-    config = base.as_begun(config, identity)
     equation = HJB(config.dimension)
     return Architecture(
         build=lambda: build_model(config)[0],

@@ -6,7 +6,7 @@ rows of the embedding tables, a column at a time and in bounded memory.
     numbered: 1, 2, … in order of appearance; values rarer than min_count, and unknown ones, share 0
     hashed:   0 for a missing value, else 1 + value mod (size - 1)
 
-The columns grow as rows arrive; state.json regularly records how far they are good, and a killed preparation resumes
+The columns grow as rows arrive; RESUME regularly records how far they are good, and a killed preparation resumes
 there."""
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import polars as pl
 
 from comera.errors import DataError
 from comera.files import replace_file
-from comera.recipes.data.cache import Progress
+from comera.recipes.data.cache import RESUME, Progress
 from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS, CriteoConfig
 from comera.recipes.dlrm.criteo.rows import (
-    ALL_KINDS,
     BLOCK,
     CUT_SHORT,
     END_MISSING,
@@ -43,7 +42,7 @@ from comera.recipes.dlrm.criteo.rows import (
     read_blocks,
 )
 
-LABELS, DENSE, RAW, STATE = "label.bin", "dense.bin", "raw", "state.json"
+LABELS, DENSE, RAW = "label.bin", "dense.bin", "raw"
 UNKNOWN = 0  # the id of values that are rare or were absent when the ids were made
 CHUNK = 2**18  # rows at a time
 # Files of a finished column, after the feature's name: ids of the rows; the known values (sorted); their ids.
@@ -78,14 +77,14 @@ class State:
     complete: bool = False
 
     def save(self, folder: Path) -> None:
-        replace_file(folder / STATE, json.dumps(asdict(self)))
+        replace_file(folder / RESUME, json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path, sizes: Mapping[str, int] = ROW_BYTES) -> State | None:
         """The state of unfinished columns; None if there are none or they are damaged. sizes: bytes of a row in each
         file."""
         try:
-            values = json.loads((folder / STATE).read_text("utf-8"))
+            values = json.loads((folder / RESUME).read_text("utf-8"))
             state = cls(**{**values, "place": Place(*values["place"])})
             whole = all(_column(folder, name).stat().st_size >= state.rows * size for name, size in sizes.items())
         except (OSError, ValueError, TypeError, KeyError):
@@ -124,9 +123,10 @@ def read_columns(
     DataError, with file and line, for the first bad row beyond max_bad_rows, and for unreadable files."""
     sizes = row_bytes(len(rows_of.numbers), len(rows_of.categories))
     if (state := State.load(folder, sizes)) is None:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder)
         folder.mkdir()
         state = State(rows_of.start)
+        state.save(folder)
     if state.complete:
         return state
     size, max_rows = sum(file.stat().st_size for file in files), config.max_rows
@@ -136,9 +136,9 @@ def read_columns(
     with Columns(folder, state.rows, sizes) as columns, closing(parsed(read, workers, rows_of)) as blocks:
         for number, (block, rows) in enumerate(blocks, 1):
             if max_rows is not None and len(rows.labels) > max_rows - state.rows:  # only as far as the last row wanted
-                last = np.delete(np.arange(rows.lines), rows.bad_lines)[max_rows - state.rows - 1]
+                last = rows.places[max_rows - state.rows - 1]
                 rows = rows_of.parse(b"\n".join([*block.text.split(b"\n")[: last + 1], b""]))
-            _note_bad(state, files, block, rows, rows_of, config.max_bad_rows)
+            _note_bad(state, files, block, rows, config.max_bad_rows)
             columns.append(rows.labels, rows.dense, rows.values)
             state.rows += len(rows.labels)
             state.place = block.end
@@ -152,20 +152,13 @@ def read_columns(
     return state
 
 
-def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, rows_of: RowFormat, limit: int) -> None:
+def _note_bad(state: State, files: Sequence[Path], block: Block, rows: Rows, limit: int) -> None:
     """Count the bad rows of a block; raises DataError for the first one beyond the limit."""
-    kinds = [ALL_KINDS[kind] for kind in rows.bad_kinds.tolist()]
-    found = list(zip(rows.bad_lines.tolist(), kinds, strict=True))
-    if block.cut_short:
-        found.append((0, CUT_SHORT))
-    lines: list[bytes] = []
-    for line, kind in found:
+    for line, kind, what in [*rows.bad, *([(0, CUT_SHORT, END_MISSING)] if block.cut_short else [])]:
         state.bad[kind] = state.bad.get(kind, 0) + 1
         shown = state.shown.setdefault(kind, [])
         over = sum(state.bad.values()) > limit
         if over or len(shown) < SHOWN:
-            lines = lines or block.text.split(b"\n")
-            what = END_MISSING if kind == CUT_SHORT else rows_of.explain(lines[line])
             shown.append(f"{files[block.begin.file]}, line {block.begin.line + line + 1}: {what}")
             if over:
                 raise too_many_bad(state.bad, shown[-1], limit)

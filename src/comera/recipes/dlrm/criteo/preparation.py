@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from comera.errors import ConfigError, DataError
-from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
+from comera.errors import DataError
+from comera.recipes.data.cache import RESUME, Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.dlrm.criteo.batches import HASHED, MANIFEST, NUMBERED, PARTS, ClickData
 from comera.recipes.dlrm.criteo.columns import (
-    DENSE,
     IDS,
     LABELS,
     RAW,
     TABLE,
-    VALUES,
     Columns,
     State,
     features,
@@ -54,32 +52,19 @@ def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
     if is_table(files, config):
         rows_of = open_table(files[0], config)
         settings += [config.label, config.numbers, config.categories]
-    names = features(len(rows_of.categories))
     digest = settings_digest(settings)
 
     def write(folder: Path) -> None:
-        parts = folder.with_suffix(".parts")  # outlives this process, unlike `folder`
-        try:
-            with Progress(quiet) as progress:
-                manifest = {"format": _FORMAT, "digest": digest, **_write(parts, files, config, rows_of, progress)}
-            kinds = (IDS,) if config.hashed_sizes else (IDS, VALUES, TABLE)
-            for file in (LABELS, DENSE, *(f"{name}.{kind}" for name in names for kind in kinds)):
-                (parts / file).rename(folder / file)
-        except OSError as error:
-            raise ConfigError(
-                f"data.cache: expected a writable folder with room for 160 bytes a row, got {folder.parent} ({error}): "
-                "make room or set data.cache; what is prepared so far is kept"
-            ) from error
-        except DataError:
-            shutil.rmtree(parts, ignore_errors=True)
-            raise
-        shutil.rmtree(parts, ignore_errors=True)
+        with Progress(quiet) as progress:
+            manifest = {"format": _FORMAT, "digest": digest, **_write(folder, files, config, rows_of, progress)}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        (folder / RESUME).unlink()
         if not quiet:
             _report(manifest)
 
     folder = cache_folder(config.cache) / f"criteo-{digest}"
-    data = open_or_make(folder, lambda folder: ClickData(folder, shuffle=config.shuffle), write)
+    needs = "a writable folder with room for 160 bytes a row"
+    data = open_or_make(folder, lambda folder: ClickData(folder, shuffle=config.shuffle), write, needs)
     if sum(data.bad.values()) > config.max_bad_rows:
         raise too_many_bad(data.bad, next(iter(data.manifest["bad_rows"].values()))[0], config.max_bad_rows)
     return data
@@ -120,7 +105,7 @@ def _write(
 def _make_log(parts: Path, config: CriteoConfig, progress: Progress) -> tuple[State, dict[str, Any]]:
     """Columns of the synthetic log, and the log loss of its planted probabilities: the lowest possible."""
     rows = min(config.synthetic_rows, config.max_rows or config.synthetic_rows)
-    shutil.rmtree(parts, ignore_errors=True)  # quick to make: not resumed
+    shutil.rmtree(parts)  # quick to make: not resumed
     parts.mkdir()
     progress.start("generating a click log", rows, "rows")
     losses, done = np.empty(rows, np.float32), 0

@@ -50,11 +50,13 @@ TOO_FEW, TOO_MANY, LABEL, INTEGER, CATEGORY = KINDS = (
     "category that is not hexadecimal",
 )
 NUMBER, UNREADABLE = "unparsable number", "quotation marks that do not match"  # of tables
-ALL_KINDS = (*KINDS, NUMBER, UNREADABLE)
 CUT_SHORT = "file cut short"  # a compressed file lacks its end, and part of its last row
 FORMS = {"label": "[01]", "integer": "(-?[0-9]{1,10})?", "category": "[0-9a-fA-F]{0,8}"}
-WANTED = {"label": "0 or 1", "integer": "a decimal integer of 32 bits", "category": "up to 8 hexadecimal digits"}
-MISTAKES = {"label": LABEL, "integer": INTEGER, "category": CATEGORY}
+WANTED = {  # for a field: the kind of mistake in others, and what was expected
+    "label": (LABEL, "0 or 1"),
+    "integer": (INTEGER, "a decimal integer of 32 bits"),
+    "category": (CATEGORY, "up to 8 hexadecimal digits"),
+}
 INTEGER_NAMES = [f"integer {k + 1}" for k in range(INTEGERS)]
 CATEGORY_NAMES = [f"category {k + 1}" for k in range(CATEGORIES)]
 LEAST, MOST = -(2**31), 2**31 - 1  # of an integer
@@ -212,16 +214,6 @@ class RowFormat(ABC):
         """Parse a block of whole lines, each ended by a newline, a carriage return before which is ignored. Without
         labels, they are 0."""
 
-    def explain(self, line: bytes) -> str:
-        """What is wrong with a bad line: the field, what was expected and what came."""
-        mistake = self._mistake(line)
-        assert mistake is not None, f"a good line: {line!r}"
-        return mistake[1]
-
-    @abstractmethod
-    def _mistake(self, line: bytes) -> tuple[str, str] | None:
-        """The first mistake of a line: its kind, and an explanation; None for a good one."""
-
 
 @dataclass(frozen=True)
 class CriteoRows(RowFormat):
@@ -251,29 +243,29 @@ class CriteoRows(RowFormat):
             .filter(pl.all_horizontal(integers.is_between(LEAST, MOST)))
             .collect()
         )
-        bad_lines = np.delete(np.arange(len(lines)), rows["index"].to_numpy())
-        mistakes = (self._mistake(lines[bad].encode("latin-1")) for bad in bad_lines)
+        bad = np.delete(np.arange(len(lines)), rows["index"].to_numpy()).tolist()
         return Rows(
             rows["label"].to_numpy(),
             log_integers(rows.select(INTEGER_NAMES).to_numpy().T),
             rows.select(CATEGORY_NAMES).to_numpy().T,
             len(lines),
-            bad_lines,
-            np.array([KINDS.index(mistake[0]) for mistake in mistakes if mistake], np.uint8),
+            [Bad(place, *self._mistake(lines[place].encode("latin-1"))) for place in bad],
         )
 
-    def _mistake(self, line: bytes) -> tuple[str, str] | None:
-        fields = line.rstrip(b"\n").removesuffix(b"\r").split(b"\t")
+    def _mistake(self, line: bytes) -> tuple[str, str]:
+        """The first mistake of a bad line: its kind, and what was expected and what came."""
+        fields = line.removesuffix(b"\r").split(b"\t")
         names = self._names
         if len(fields) != len(names):
             kind = TOO_FEW if len(fields) < len(names) else TOO_MANY
             return kind, f"expected {len(names)} fields between tabs, got {len(fields)} ({quote(line)})"
         for name, field in zip(names, fields, strict=True):
-            kind = name.split()[0]
-            valid = re.fullmatch(FORMS[kind].encode(), field)
-            if not valid or (kind == "integer" and not LEAST <= int(field or 0) <= MOST):
-                return MISTAKES[kind], f"expected {WANTED[kind]} as {name}, got {quote(field)}"
-        return None
+            form = name.split()[0]
+            valid = re.fullmatch(FORMS[form].encode(), field)
+            if not valid or (form == "integer" and not LEAST <= int(field or 0) <= MOST):
+                kind, wanted = WANTED[form]
+                return kind, f"expected {wanted} as {name}, got {quote(field)}"
+        raise AssertionError(f"a good line: {line!r}")
 
     @property
     def _names(self) -> list[str]:
@@ -299,14 +291,12 @@ class TableRows(RowFormat):
 
     def parse(self, block: bytes) -> "Rows":
         lines = block.split(b"\n")[:-1]
-        labels, dense, values = [], [], []
-        bad_lines, bad_kinds = [], []
+        labels, dense, values, bad = [], [], [], list[Bad]()
         for place, line in enumerate(lines):
             fields = self._fields(line)
             mistake = self._mistake(line, fields)
             if mistake is not None:
-                bad_lines.append(place)
-                bad_kinds.append(ALL_KINDS.index(mistake[0]))
+                bad.append(Bad(place, *mistake))
                 continue
             assert fields is not None
             labels.append(0 if self.label is None else int(float(fields[self.label])))
@@ -318,8 +308,7 @@ class TableRows(RowFormat):
             (np.sign(x) * np.log1p(np.abs(x))).astype(np.float32),
             np.array(values, np.uint32).reshape(-1, len(self.categories)).T,
             len(lines),
-            np.array(bad_lines, np.int64),
-            np.array(bad_kinds, np.uint8),
+            bad,
         )
 
     def _fields(self, line: bytes) -> list[str] | None:
@@ -331,8 +320,8 @@ class TableRows(RowFormat):
         except csv.Error:  # a quotation mark that does not end
             return None
 
-    def _mistake(self, line: bytes, known: list[str] | None = None) -> tuple[str, str] | None:
-        fields = known or self._fields(line)
+    def _mistake(self, line: bytes, fields: list[str] | None) -> tuple[str, str] | None:
+        """The first mistake of a line, as above; None for a good one."""
         if fields is None:
             return UNREADABLE, f"expected fields between commas, got quotation marks that do not match ({quote(line)})"
         if len(fields) != len(self.header):
@@ -346,17 +335,28 @@ class TableRows(RowFormat):
         return None
 
 
+class Bad(NamedTuple):
+    """A bad line: its place in a block, from 0, the kind of its first mistake, and what was expected and what came."""
+
+    place: int
+    kind: str
+    mistake: str
+
+
 class Rows(NamedTuple):
-    """The good rows of a block, and the places of the bad ones. labels: (R,) uint8; dense: (13, R) float32, log(1 + x);
-    values: (26, R) uint32, 0 where missing; of other tables, as many as they have. lines: in the block. bad_lines:
-    int64 indices, from 0, of the bad lines; bad_kinds: uint8 indices into ALL_KINDS of their first mistakes."""
+    """The rows of a block. labels: (R,) uint8; dense: (13, R) float32, log(1 + x); values: (26, R) uint32, 0 where
+    missing; of other tables, as many as they have. lines: in the block. bad: those of them that are no rows."""
 
     labels: Array
     dense: Array
     values: Array
     lines: int
-    bad_lines: Array
-    bad_kinds: Array
+    bad: list[Bad]
+
+    @property
+    def places(self) -> Array:
+        """The lines of the rows, (R,) from 0."""
+        return np.delete(np.arange(self.lines), [each.place for each in self.bad])
 
 
 def log_integers(integers: Array) -> Array:
