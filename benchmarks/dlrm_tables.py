@@ -61,6 +61,7 @@ class Touched(nn.Module):
     def __init__(self, table: nn.Embedding | nn.EmbeddingBag, seen: Tensor) -> None:
         super().__init__()
         self.seen, self.bags = seen, isinstance(table, nn.EmbeddingBag)
+        self.num_embeddings = table.num_embeddings  # of which SmallerTable draws the rows
         self.weight = nn.Parameter(torch.empty(len(seen), table.embedding_dim, device="meta"))
 
     def forward(self, ids: Tensor) -> Tensor:

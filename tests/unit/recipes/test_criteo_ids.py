@@ -26,9 +26,12 @@ def numbered(values: np.ndarray) -> list[int]:
     return [seen.setdefault(value, len(seen) + 1) for value in values.tolist()]
 
 
-def make(folder: Path, values: np.ndarray, size: int | None = None, min_count: int = 1) -> tuple[np.ndarray, int]:
+def make(
+    folder: Path, values: np.ndarray, size: int | None = None, min_count: int = 1, training: int | None = None
+) -> tuple[np.ndarray, int]:
     values.tofile(folder / "raw")
-    size = make_ids(folder / "raw", folder, "C", size=size, min_count=min_count)
+    training = len(values) if training is None else training
+    size = make_ids(folder / "raw", folder, "C", size=size, min_count=min_count, training=training)
     return np.fromfile(folder / f"C.{IDS}", np.int32), size
 
 
@@ -47,12 +50,14 @@ def test_numbers_are_those_of_a_dict(
 
 
 @pytest.mark.parametrize("piece", [64, 1000, 2**18])
-@pytest.mark.parametrize("min_count", [1, 2, 5, 10**6])
-def test_rare_values_share_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, piece: int) -> None:
+@pytest.mark.parametrize(("min_count", "training"), [(1, 5000), (2, 5000), (2, 3001), (5, 3001), (10**6, 5000)])
+def test_rare_values_share_one_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, min_count: int, training: int, piece: int
+) -> None:
     monkeypatch.setattr(criteo_ids, "CHUNK", piece)
     values = values_of(5000, 900)
-    ids, size = make(tmp_path, values, min_count=min_count)
-    counts = Counter(values.tolist())
+    ids, size = make(tmp_path, values, min_count=min_count, training=training)
+    counts = Counter(values[:training].tolist())
     seen: dict[int, int] = {}
     expected = [
         seen.setdefault(value, len(seen) + 1) if counts[value] >= min_count or value == 0 else 0

@@ -3,7 +3,7 @@ rows of the embedding tables, a column at a time and in bounded memory.
 
     blocks of text -> parsing threads -> label.bin (N,) uint8, dense.bin (N, 13) float32, C01.raw, … (N,) uint32
 
-    numbered: 1, 2, … in order of appearance; values rarer than min_count, and unknown ones, share 0
+    numbered: 1, 2, … in order of appearance; values rarer than min_count in training, and unknown ones, share 0
     hashed:   0 for a missing value, else 1 + value mod (size - 1)
 
 The columns grow as rows arrive; RESUME regularly records how far they are good, and a killed preparation resumes
@@ -215,7 +215,7 @@ class Lookup:
         return ids
 
 
-def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count: int) -> int:
+def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count: int, training: int) -> int:
     """Write NAME.ids.bin, int32, from a column of uint32 values; returns the size of its table. size: of the table to
     hash into; None numbers the values, and also writes them (sorted, NAME.values.npy) and their ids (NAME.table.npy).
     The ids get their final name once everything is complete."""
@@ -224,7 +224,7 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
         lookup = _save_numbers(values, folder, name)
         if min_count > 1:
             counts = np.zeros(lookup.size, np.int64)
-            for chunk in _chunks(raw):
+            for chunk in _chunks(raw, training):
                 counts += np.bincount(lookup(chunk), minlength=lookup.size)
             lookup = _save_numbers(values[(counts[1:] >= min_count) | (values == MISSING)], folder, name)
     else:
@@ -256,7 +256,9 @@ def _distinct(raw: Path) -> Array:
     return values.append(found).unique(maintain_order=True).to_numpy()
 
 
-def _chunks(raw: Path) -> Iterator[Array]:
+def _chunks(raw: Path, rows: int = 2**62) -> Iterator[Array]:
+    """The values of the first rows."""
     with open(raw, "rb") as source:
-        while len(values := np.fromfile(source, np.uint32, CHUNK)):
+        while len(values := np.fromfile(source, np.uint32, min(CHUNK, rows))):
             yield values
+            rows -= len(values)

@@ -37,7 +37,8 @@ class CriteoConfig:
     """Rows of the embedding tables. "appearance": one per category, numbered in order of appearance; 26 sizes: hash
     the categories into tables of these sizes; "kaggle": hash them into tables of the full Kaggle data's sizes."""
     min_count: int = 1
-    """Categories that occur less often share one row of their table; requires table_sizes=appearance."""
+    """Categories that occur less often in the training rows share one row of their table, and new ones with them;
+    requires table_sizes=appearance."""
     max_rows: int | None = None
     """Read at most this many rows."""
     max_bad_rows: int = 1000

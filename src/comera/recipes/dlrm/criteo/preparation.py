@@ -36,7 +36,7 @@ from comera.recipes.dlrm.criteo.config import HELD_OUT, LEAST_ROWS, SYNTHETIC, C
 from comera.recipes.dlrm.criteo.rows import CriteoRows, RowFormat, find_files, is_table, open_table, stamp
 from comera.recipes.dlrm.criteo.synthetic import ClickLog
 
-_FORMAT = 2  # of the cache folder; raise it when its contents, or how they are made, change
+_FORMAT = 3  # of the cache folder; raise it when its contents, or how they are made, change
 
 
 def prepare(config: CriteoConfig, *, quiet: bool = False) -> ClickData:
@@ -95,7 +95,7 @@ def _write(
         "ids": NUMBERED if config.hashed_sizes is None else HASHED,
         "min_count": config.min_count,
         "numbers": len(rows_of.numbers),
-        "table_sizes": _make_ids(parts, names, config, progress),
+        "table_sizes": _make_ids(parts, names, config, cuts["train"][1], progress),
         "bad": state.bad,
         "bad_rows": state.shown,
         "planted": planted,
@@ -121,14 +121,16 @@ def _make_log(parts: Path, config: CriteoConfig, progress: Progress) -> tuple[St
     return state, {"seed": config.synthetic_seed, "loss": means}
 
 
-def _make_ids(parts: Path, names: Sequence[str], config: CriteoConfig, progress: Progress) -> list[int]:
-    """Ids of all features, several features at a time; returns their table sizes."""
+def _make_ids(
+    parts: Path, names: Sequence[str], config: CriteoConfig, training: int, progress: Progress
+) -> list[int]:
+    """Ids of all features, several features at a time; returns their table sizes. training: rows to count in."""
     sizes = config.hashed_sizes or (None,) * len(names)
 
     def make(name: str, size: int | None) -> int:
         raw = parts / f"{name}.{RAW}"
         if not (parts / f"{name}.{IDS}").exists():
-            made = make_ids(raw, parts, name, size=size, min_count=config.min_count)
+            made = make_ids(raw, parts, name, size=size, min_count=config.min_count, training=training)
         else:  # made by an earlier call
             made = size or len(np.load(parts / f"{name}.{TABLE}", mmap_mode="r")) + 1
         raw.unlink(missing_ok=True)
