@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,14 +43,6 @@ METHODS = list(example.RATES)
 def options(out: Path, *others: str, **changed: Any) -> list[str]:
     given = TINY | {"out": out} | changed
     return [*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()), *others]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A run sets torch's threads to one."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:

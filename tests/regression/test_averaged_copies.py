@@ -28,8 +28,7 @@ def build() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = (model(X) - torch.sin(torch.arange(144.0)).view(12, 12)).square().mean()
-    return loss
+    return (model(X) - torch.sin(torch.arange(144.0)).view(12, 12)).square().mean()
 
 
 def test_an_average_follows_the_model_through_the_switch_cuts_and_rounding() -> None:

@@ -1,7 +1,5 @@
 """What goes wrong outside of the program is told in one line: interrupts, full disks, odd paths, odd records."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

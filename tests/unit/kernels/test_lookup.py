@@ -36,13 +36,6 @@ SIZES = [
 ]
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def exact_results(drows, ids, lefts, rights, gates, limits, paddings, thresholds):
     """Rows and gradients by products in float64, in the order of `lookup_rows_and_gradients`."""
     rows, grads = [], []

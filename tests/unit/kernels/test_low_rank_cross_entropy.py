@@ -17,13 +17,6 @@ needs_kernels = pytest.mark.skipif(compiler.find() is None, reason="no C++ compi
 SIZES = [(1, 1, 1), (5, 3, 7), (96, 16, 48), (97, 8, 1000), (200, 33, 301), (17, 0, 30), (0, 4, 50)]
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def operands(rows: int, rank: int, classes: int, bias: bool, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """P, [bias; B] and labels, a third of them ignored."""
     torch.manual_seed(0)

@@ -22,13 +22,6 @@ from ...helpers.specs import ttm
 needs_kernel = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def some_tables(dtype=torch.float32):
     """Tables of every kind, in an order that mixes them; some gates are pruned."""
     torch.manual_seed(0)

@@ -32,8 +32,7 @@ class Tied(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden: Tensor = self.norm(self.linear(self.embedding(ids)) + self.segments(ids % 2))
-        out: Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 def backward(model: nn.Module) -> Tensor:

@@ -1,7 +1,5 @@
 """Source code → packed blocks → masked batches: what is read, what is split, and that all of it repeats exactly."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
