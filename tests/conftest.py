@@ -2,7 +2,7 @@
 
 import gc
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[Callable[[int], None]]:
-    """Sets torch's threads, which are as before after each test."""
+def same_threads() -> Iterator[None]:
+    """After each test torch's threads are as before."""
     before = torch.get_num_threads()
-    yield torch.set_num_threads
+    yield
     torch.set_num_threads(before)

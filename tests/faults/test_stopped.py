@@ -188,9 +188,9 @@ PLACES = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread(threads: Callable[[int], None]) -> None:
+def one_thread() -> None:
     """Forked children have no others."""
-    threads(1)
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("name", "how", "every"), PLACES)

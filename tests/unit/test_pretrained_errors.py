@@ -197,7 +197,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_named(saved: Path) -> N
     class Classifier(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(60, 32)
+            self.embed = nn.Embedding(60, 32, padding_idx=0)
             self.up = nn.Linear(32, 64)
             self.classes = nn.Linear(64, 3)
 

@@ -9,6 +9,8 @@ from comera.ops.merge import merge
 from comera.tt.shapes import tt_spec
 from comera.tt.spec import TTSpec
 
+from ...helpers.near import assert_within
+
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 SPECS = [
@@ -56,9 +58,7 @@ def assert_near(found, expected):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
-            assert one.dtype == torch.float32
-            largest = float(other.abs().max()) if other.numel() else 0.0
-            torch.testing.assert_close(one.double(), other, rtol=0, atol=3e-6 * largest)
+            assert_within(one, other, 3e-6)
 
 
 @pytest.fixture(autouse=True)

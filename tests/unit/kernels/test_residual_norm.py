@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,8 +30,8 @@ SHAPES = [(5, 9, 768), (3, 767), (40, 64), (70, 7), (6, 1), (2, 3, 100), (1, 500
 
 
 @pytest.fixture(autouse=True)
-def two_threads(threads: Callable[[int], None]) -> None:
-    threads(2)
+def two_threads() -> None:
+    torch.set_num_threads(2)
 
 
 def seed(number: int = 5) -> Tensor:

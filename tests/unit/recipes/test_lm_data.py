@@ -321,23 +321,6 @@ def test_ngrams_are_counted_once(
     assert len(counted) == 4
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("vocab_size", 255),
-        ("held_out", 0.0),
-        ("held_out", 1.0),
-        ("block_size", 1),
-        ("max_bytes", 0),
-        ("tokenizer_bytes", 0),
-        ("suffixes", ()),
-    ],
-)
-def test_a_setting_out_of_range_is_a_config_error(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
-        LMDataConfig(**{field: value})  # type: ignore[arg-type]
-
-
 def test_files_of_the_run_name_the_separator_unless_it_is_a_byte() -> None:
     trained = train_tokenizer(TEXTS, 300, [END_OF_TEXT])
     settings = json.loads(run_files(trained, separator_of(trained), 64)["tokenizer_config.json"])
