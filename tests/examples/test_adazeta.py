@@ -2,13 +2,11 @@
 what is wrong with its input."""
 
 import gzip
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,23 +18,14 @@ from comera.adapters import load_adapters_
 from comera.errors import ConfigError
 from comera.recipes.bert import ModelConfig
 
+from ..helpers.scripts import load_script
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "adazeta.py"
 TINY = {"hidden": 32, "layers": 1, "vocab": 400, "pretrain_steps": 2, "steps": 2, "zeroth_steps": 2, "batch": 8}
 TINY |= {"epochs": 2, "alpha": 3.0}  # 1 query, then 3
 
 
-def load() -> ModuleType:
-    """The example as a module; its dataclasses look it up by name."""
-    spec = importlib.util.spec_from_file_location("adazeta_example", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adazeta_example"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load()
+example = load_script(SCRIPT)
 METHODS = list(example.RATES)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_estimate_shows_all_methods_without_computing(config: PinnConfig, ways: 
 
 
 def test_without_a_backward_memory_does_not_grow_with_the_layers(config: PinnConfig) -> None:
+    @cache
     def activations(gradients: Any, layers: int) -> int:
         model = ModelConfig(hidden=64, layers=layers)
         narrow = Baselines(narrow=Narrow(hidden=8))
