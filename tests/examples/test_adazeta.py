@@ -2,14 +2,11 @@
 what is wrong with its input."""
 
 import gzip
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,37 +18,20 @@ from comera.adapters import load_adapters_
 from comera.errors import ConfigError
 from comera.recipes.bert import ModelConfig
 
+from ..helpers.scripts import load_script
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "adazeta.py"
 TINY = {"hidden": 32, "layers": 1, "vocab": 400, "pretrain_steps": 2, "steps": 2, "zeroth_steps": 2, "batch": 8}
 TINY |= {"epochs": 2, "alpha": 3.0}  # 1 query, then 3
 
 
-def load() -> ModuleType:
-    """The example as a module; its dataclasses look it up by name."""
-    spec = importlib.util.spec_from_file_location("adazeta_example", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["adazeta_example"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load()
+example = load_script(SCRIPT)
 METHODS = list(example.RATES)
 
 
 def options(out: Path, *others: str, **changed: Any) -> list[str]:
     given = TINY | {"out": out} | changed
     return [*(f"--{name.replace('_', '-')}={value}" for name, value in given.items()), *others]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A run sets torch's threads to one."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def results(out: Path) -> dict[str, dict[str, Any]]:

@@ -1,12 +1,10 @@
 """The federated example: rounds agree with averaging by hand, go on without a client that is killed, and repeat."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,21 +13,12 @@ from safetensors import safe_open
 
 from comera.adapters import load_adapters_
 
+from ..helpers.scripts import load_script
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "federated.py"
 
 
-def load() -> ModuleType:
-    """The example as a module; its dataclasses look it up by name."""
-    spec = importlib.util.spec_from_file_location("federated_example", SCRIPT)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["federated_example"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load()
+example = load_script(SCRIPT)
 TINY = ("--hidden", "16", "--pretrain-steps", "3", "--rounds", "2", "--steps", "2", "--batch", "4", "--clients", "2")
 
 

@@ -4,8 +4,6 @@ Two ways to stop: before the n-th call of a function that opens, writes, renames
 of any file, also one that is written by other languages (the kernel's limit on the size of files).
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

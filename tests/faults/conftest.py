@@ -1,7 +1,5 @@
 """`--faults-page FILE` writes the table of the fault campaign, from the results of this run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

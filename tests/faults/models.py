@@ -1,7 +1,5 @@
 """A fused model, its training step, and its true outputs, for campaigns in which only the fault is of interest."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

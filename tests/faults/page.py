@@ -1,7 +1,5 @@
 """docs/faults.md, the page "Failure tests": what was done, tries and failures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 _INTRODUCTION = """# Failure tests

@@ -3,8 +3,6 @@
 Each case either raises one of our errors and changes nothing, or gives what was saved. Prepared data is made anew.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

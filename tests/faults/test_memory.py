@@ -1,7 +1,5 @@
 """Kernels without memory for their work, under sanitizers over random shapes, and memory over many steps."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

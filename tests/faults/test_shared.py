@@ -1,7 +1,5 @@
 """One model in many threads, in forked processes, and interrupted at random moments; two runs in one folder."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import signal

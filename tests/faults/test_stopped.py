@@ -1,7 +1,5 @@
 """Kills and a full disk at every file operation: what is there is the old state or the new one, and work goes on."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -190,12 +188,9 @@ PLACES = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     """Forked children have no others."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("name", "how", "every"), PLACES)

@@ -1,7 +1,5 @@
 """Random rows of Criteo's form, good and bad, a parser that takes them one field at a time, and prepared data."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Data sets of Hugging Face's `datasets`, in a folder or as if on the hub: nothing is asked of the network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

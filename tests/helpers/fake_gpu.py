@@ -81,8 +81,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
         return model(batch["x"]).square().mean()
     if "y" in batch:
         return nn.functional.binary_cross_entropy_with_logits(model(batch["dense"], batch["ids"]), batch["y"])
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def take_steps(made: tuple[nn.Module, Any], *, fused: bool, stage: str) -> None:

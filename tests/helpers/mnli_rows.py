@@ -1,7 +1,5 @@
 """Rows of MNLI, a vocabulary for them, and their files."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable

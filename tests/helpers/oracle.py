@@ -1,7 +1,5 @@
 """What the tests of operations share: operands of order one, the dense oracle, values with all gradients, noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """An option of pytest that writes a page of the documentation from the results of its run."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from pathlib import Path
 

@@ -64,5 +64,4 @@ def bert() -> nn.Module:
 
 
 def of_class(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids[:, 0] % 2).loss
-    return loss
+    return model(input_ids=ids, labels=ids[:, 0] % 2).loss

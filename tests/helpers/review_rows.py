@@ -1,7 +1,5 @@
 """Rows of a small classification task, and their files: one word determines the label."""
 
-from __future__ import annotations
-
 import csv
 import random
 from collections.abc import Iterable, Sequence

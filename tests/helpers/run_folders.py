@@ -15,11 +15,16 @@ PARAMETERS = TT.numel + TT.rank_numel + TTM.numel + TTM.rank_numel
 DENSE = TT.dense_numel + TTM.dense_numel
 
 
-def course(folder: Path) -> list[dict[str, Any]]:
-    """All that a run logged, but for what it took."""
+def records(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """What a run logged, of these kinds or all."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if not kinds or record["kind"] in kinds]
+
+
+def history(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    """The records without what clock and memory say."""
     measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in measured} for row in found]
+    return [{key: value for key, value in record.items() if key not in measured} for record in records(run, *kinds)]
 
 
 def write_run(folder: Path, *, method: str = "comera", steps: int = 60, evals: bool = True, ended: bool = True) -> Path:
@@ -142,7 +147,7 @@ def assert_self_contained(page: Page) -> None:
 def late_run(folder: Path) -> Path:
     """The small run with a late stage from step 40, accuracies, a size at every step, and a final rounding."""
     write_run(folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = records(folder)
     for row in rows:
         late = row["step"] > 40
         if row["kind"] == "train":

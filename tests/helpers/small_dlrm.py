@@ -1,8 +1,6 @@
-"""A small DLRM run on a generated log, and what it logged."""
+"""A small DLRM run on a generated log."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from comera.recipes.dlrm.criteo import CriteoConfig
 from comera.recipes.dlrm.model import DLRMConfig
@@ -32,10 +30,3 @@ def small_run(data: CriteoConfig, out: Path) -> DLRMTaskConfig:
         compress=CompressConfig(ratio=6, min_rows=300),
         train=train,
     )
-
-
-def records(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """What a run logged, but for what it took."""
-    measured = {"time", "step_time", "tokens_per_s", "peak_memory", "energy"}
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in measured} for row in found if kind in (None, row["kind"])]

@@ -1,4 +1,4 @@
-"""A small model with an embedding and linear layers, and a conversion of it."""
+"""Small models with an embedding and linear layers, and a conversion."""
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,21 @@ class Net(nn.Module):
         x = self.norm(self.up(self.embed(ids)).relu())
         for block in self.blocks:
             x = block(x).relu()
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
+
+
+class TiedNet(nn.Module):
+    """A table, two layers, and a head tied to the table."""
+
+    def __init__(self, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60, 32, padding_idx=padding_idx)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.head = nn.Linear(32, 60, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.table(ids)).relu()))
 
 
 IDS = torch.tensor([[1, 2, 0], [59, 3, 0]])

@@ -1,7 +1,5 @@
 """Specs by their modes and one rank, as the tests of operations list them, and products by a forced plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from math import prod
 

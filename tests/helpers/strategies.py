@@ -1,7 +1,5 @@
 """Hypothesis strategies for specs: every format, order, split, padding and rank (0 and 1 too), of small dense size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

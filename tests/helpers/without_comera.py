@@ -1,7 +1,5 @@
 """Runs a torch.export program in a fresh process that can import neither comera nor transformers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence

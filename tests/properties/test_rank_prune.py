@@ -48,8 +48,7 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
-        logits: Tensor = self.head(self.norm(x + self.third(self.second(torch.tanh(self.first(x))))))
-        return logits
+        return self.head(self.norm(x + self.third(self.second(torch.tanh(self.first(x))))))
 
 
 def gate_values() -> st.SearchStrategy[list[list[float]]]:

@@ -1,7 +1,5 @@
 """The classification recipe end to end, small: from sizes and configurations to reports and exports."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -12,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     DistilBertConfig,
     PretrainedConfig,
     RobertaConfig,
@@ -25,21 +24,23 @@ from transformers import (
 from comera.baselines import LINEAR_METHODS, BaselineConfig, Method, Narrow
 from comera.cli import options
 from comera.cli.main import main
-from comera.errors import ComeraError, ConfigError, ConversionError
+from comera.errors import CheckpointError, ComeraError, ConfigError, ConversionError
 from comera.nn.tensor_train import named_trains
+from comera.rank.objective import LateStage
 from comera.recipes.base import runs
 from comera.recipes.classify import recipe as classify
 from comera.recipes.classify.data import ClassifyDataConfig
-from comera.recipes.classify.model import CompressConfig, EncoderConfig, outside
+from comera.recipes.classify.model import CompressConfig, EncoderConfig, dense_config, outside, trained_model
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
 from comera.recipes.data.prepared import ExampleBatch
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints
 
+from ..helpers.recipe_runs import assert_same_end
 from ..helpers.review_rows import reviews, write_csv
-from ..helpers.run_folders import course
-from ..helpers.tiny_classifier import SIZES, checkpoint, steps, task_of, tiny_config
+from ..helpers.run_folders import history
+from ..helpers.tiny_classifier import SIZES, TINY, checkpoint, steps, task_of, tiny_config
 
 FAST = ("--train.steps", "2", "--train.progress", "false", "--train.device", "cpu")
 
@@ -66,7 +67,7 @@ def test_a_compressed_model_learns_to_tell_two_words_apart(config: ClassifyConfi
     test = write_csv(tmp_path / "test.csv", reviews(40, 1))
     summary = classify.run(replace(config, data=replace(config.data, test=str(test)), late_targets=(0.9,)))
     folders = runs(replace(config, late_targets=(0.9,)))
-    losses = [row["loss"] for row in course(folders["early"]) if row["kind"] == "train"]
+    losses = [row["loss"] for row in history(folders["early"], "train")]
     assert losses[-1] < 0.5 * losses[0]
     assert summary.held_out_loss is not None
     assert summary.held_out_loss < 0.2
@@ -108,8 +109,7 @@ class Stopped(ClassifyTask):
     def train_batch(self, step: int, micro: int, rank: int, world: int) -> ExampleBatch:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        batch: ExampleBatch = super().train_batch(step, micro, rank, world)
-        return batch
+        return super().train_batch(step, micro, rank, world)
 
 
 @pytest.mark.parametrize("method", ["comera", "dense"])
@@ -126,9 +126,8 @@ def test_a_stopped_run_resumes_to_the_bit(
         classify.run(parted)
     assert classify.run(parted, resume=True).finished
     for (_, one), (_, two) in zip(runs(whole).items(), runs(parted).items(), strict=True):
-        assert course(one) == course(two)
-        ends = [load_file(checkpoints(folder)[-1] / "model.safetensors") for folder in (one, two)]
-        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        assert history(one) == history(two)
+        assert_same_end(one, two)
         assert (one / "confusion.json").read_text() == (two / "confusion.json").read_text()
 
 
@@ -138,8 +137,11 @@ def test_two_steps_of_every_method(method: Method, config: ClassifyConfig) -> No
     config = steps(replace(config, method=method, baselines=BaselineConfig(narrow=width)), 2)
     summary = classify.run(config)
     assert (summary.method, summary.recipe, summary.steps, summary.examples) == (method, "classify", 2, 32)
+    data = task_of(config).data
+    assert summary.tokens == sum(int(data.train_batch(k, 16, seed=0).attention_mask.sum()) for k in range(2))
     assert set(summary.metrics) == {"accuracy", "f1"}
     (folder,) = runs(config).values()
+    assert folder == (config.folder / "early" if method == "comera" else config.folder)
     if method == "narrow":
         assert json.loads((folder / "config.json").read_text())["hidden_size"] == 16
         assert summary.ratio is not None
@@ -230,19 +232,23 @@ def test_head_positions_and_segments_stay_dense(config: ClassifyConfig) -> None:
 
 def test_configurations_that_do_not_fit_are_refused(config: ClassifyConfig) -> None:
     small = classify.preset()
+    late = LateStage(target_size=0.2)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "lora"}, "method must be one of"),
+        (
+            {"method": "lora"},
+            "must be one of comera, dense, galore, lte, cola, tensorly, narrow, .*hashing, .*, got 'lora'",
+        ),
         ({"preset": "large"}, "preset must be one of small, base, mnli, .*, got 'large'"),
-        ({"data": ClassifyDataConfig(max_length=600)}, r"max_length \(600\) must not be above model.max_positions"),
+        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
+        ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
+        ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
+        ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
+        ({"train": replace(small.train, late=late)}, "set late_targets and train.epochs"),
+        ({"train": replace(small.train, late=replace(late, start_epoch=1))}, "set late_targets and train.epochs"),
+        ({"data": ClassifyDataConfig(max_length=600)}, r"\(600\) must not be above model.max_positions \(128\)"),
         ({"compress": CompressConfig(init="decompose")}, "decompose needs trained weights: set model"),
-        (
-            {"model": replace(small.model, config="x", hidden=64)},
-            r"model\.hidden: expected the sizes of model",
-        ),
-        (
-            {"model": replace(small.model, config="x"), "method": "narrow"},
-            "expected a BERT of sizes",
-        ),
+        ({"model": replace(small.model, config="x", hidden=64)}, r"model\.hidden: expected the sizes of model"),
+        ({"model": replace(small.model, config="x"), "method": "narrow"}, "expected a BERT of sizes"),
     ]
     for fields, said in wrong:
         with pytest.raises(ConfigError, match=said):
@@ -334,3 +340,91 @@ def test_a_folder_with_a_single_run_stands_for_it(config: ClassifyConfig, tmp_pa
     assert list(runs(config).values()) == [config.folder / "early"]
     assert main(["inspect", folder]) == 0
     assert main(["export", folder, "--to", "safetensors", "--out", out]) == 0
+
+
+# --- from a trained checkpoint ----------------------------------------------------------------------------------------
+
+
+def from_checkpoint(config: ClassifyConfig, folder: Path, **compress: Any) -> ClassifyConfig:
+    model = replace(classify.preset().model, checkpoint=str(folder))
+    return replace(config, preset="small", model=model, compress=CompressConfig(**{"ratio": 1.5, **compress}))
+
+
+def test_trained_weights_are_decomposed(config: ClassifyConfig, tmp_path: Path) -> None:
+    config = from_checkpoint(config, checkpoint(tmp_path / "bert"), ratio=1.05, order=2, format="tt")
+    dense = task_of(replace(config, method="dense")).model.eval()
+    stored = load_file(tmp_path / "bert" / "model.safetensors")
+    assert all(torch.equal(p, stored[name]) for name, p in dense.named_parameters())
+    decomposed, random = (
+        task_of(replace(config, compress=replace(config.compress, init=init))) for init in (None, "random")
+    )
+    errors = [row["error"] for row in decomposed.report_rows if row["spec"]]
+    assert errors
+    assert all(0 <= error < 0.9 for error in errors)
+    assert all(row["error"] is None for row in random.report_rows)
+    batch = next(iter(decomposed.eval_batches()))
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
+    with torch.no_grad():
+        truth, near, far = (model.eval()(**inputs).logits for model in (dense, decomposed.model, random.model))
+    assert (near - truth).norm() < (far - truth).norm()
+    classify.run(steps(config, 2))
+    assert len(checkpoints(config.folder / "early")) > 0
+    (tmp_path / "bert" / "model.safetensors").unlink()  # the run does not need it any more
+    assert main(["export", str(config.folder / "early"), "--to", "safetensors", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_another_head_begins_anew_and_is_named(
+    config: ClassifyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, fields in {"labels": {"labels": 5}, "masked": {"kind": BertForMaskedLM}}.items():
+        folder = checkpoint(tmp_path / name, **fields)  # type: ignore[arg-type]
+        classify.run(replace(steps(from_checkpoint(config, folder), 1), out=str(tmp_path / f"run-{name}")))
+        begun = capsys.readouterr().err.partition("begun anew: ")[2].splitlines()[0].split(", ")
+        head = ["classifier.bias", "classifier.weight"]
+        pooler = ["bert.pooler.dense.bias", "bert.pooler.dense.weight"]
+        assert begun == (head if name == "labels" else [*pooler, *head])
+
+
+def test_the_tokenizer_of_a_checkpoint_is_taken(config: ClassifyConfig, tmp_path: Path) -> None:
+    tokenizer = classify.prepare(config.data, quiet=True).tokenizer
+    folder = checkpoint(tmp_path / "bert", vocab_size=400)
+    for name, text in tokenizer.files(32).items():
+        (folder / name).write_text(text)
+    config = from_checkpoint(replace(config, data=replace(config.data, vocab_size=300)), folder)
+    assert task_of(config).data.tokenizer.size == tokenizer.size
+    small = from_checkpoint(config, checkpoint(tmp_path / "small", vocab_size=100))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected one with up to the 100 tokens of .*, got 3"):
+        task_of(small)
+
+
+def test_a_checkpoint_of_another_architecture_or_none_is_refused(config: ClassifyConfig, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "bert")
+    whole = load_file(folder / "model.safetensors")
+    about = dense_config(replace(TINY, checkpoint=str(folder)), 300, 0, ("a", "b"))
+    other = RobertaConfig(**SIZES, vocab_size=400, max_position_embeddings=32)
+    other.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match=r"model\.checkpoint: expected all weights of a RobertaFor.*without \d+"):
+        trained_model(str(folder), dense_config(replace(TINY, checkpoint=str(folder)), 300, 0, ("a", "b")))
+    about.save_pretrained(folder)
+    wide = {name: torch.zeros(*(2 * n for n in value.shape)) for name, value in whole.items()}
+    for tensors, said in (
+        ({name: value for name, value in whole.items() if "layer.1" not in name}, r"without \d+ of them, such as bert"),
+        (wide, "or with other shapes: are they of another architecture"),
+    ):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=said):
+            trained_model(str(folder), about)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="expected a folder that save_pretrained of transformers wrote, got"):
+        trained_model(str(folder), about)
+    with pytest.raises(ConfigError, match=r"model\.checkpoint: expected a folder with a config\.json of transformers"):
+        dense_config(replace(TINY, checkpoint=str(tmp_path / "no" / "where")), 300, 0, ("a", "b"))
+
+
+def test_compressed_weights_are_no_checkpoint_to_start_from(config: ClassifyConfig, tmp_path: Path) -> None:
+    config = steps(config, 1)
+    classify.run(config)
+    task = task_of(config)
+    task.model.save_pretrained(tmp_path / "compressed")  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"expected dense weights, got compressed ones in .*--dense"):
+        task_of(from_checkpoint(config, tmp_path / "compressed"))

@@ -1,7 +1,5 @@
 """CodeBERT's pre-training job: its size, both phases, and runs of a few steps with every option of the guides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from comera.baselines import Method
@@ -24,6 +21,8 @@ from comera.recipes.code_lm.recipe import CodeLMConfig, CodeLMTask, build_model,
 from comera.trainer.checkpoint import find_checkpoint
 
 from ..helpers.function_files import function, write_modules, write_roberta, write_rows
+from ..helpers.recipe_runs import assert_same_end, cut_off
+from ..helpers.run_folders import records
 
 PUBLISHED = 4.23  # times smaller than dense, over all (docs/method.md §9)
 PRESETS: tuple[code_lm.Preset, ...] = ("codebert", "codebert-small")
@@ -114,7 +113,7 @@ def test_a_run_of_both_phases(
     summary = code_lm.run(config)
     assert (summary.steps, summary.stopped, summary.recipe) == (6, "steps", "code-lm")
     assert summary.held_out_loss is not None
-    rows = [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = records(config.folder)
     if method == "comera":
         assert any(row["kind"] == "stage" for row in rows)
         sizes = [row["tensorized"] for row in rows if "tensorized" in row]
@@ -155,32 +154,14 @@ def test_batches_count_the_tokens_and_examples_that_are_read(scaled: Callable[..
     assert task.examples(batch) == 4
 
 
-def test_a_run_that_broke_off_resumes_to_the_bit(
-    scaled: Callable[..., CodeLMConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_broke_off_resumes_to_the_bit(scaled: Callable[..., CodeLMConfig], tmp_path: Path) -> None:
     whole, broken = (replace(scaled(save_every=2, steps=8), out=str(tmp_path / name)) for name in ("whole", "broken"))
     code_lm.run(whole)
-    real = CodeLMTask.train_batch
-
-    def fail(self: CodeLMTask, step: int, *rest: int) -> Any:
-        if step == 5:  # in phase 2, a step after a checkpoint
-            raise RuntimeError("power failure")
-        return real(self, step, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CodeLMTask, "train_batch", fail)
-        with pytest.raises(RuntimeError, match="power failure"):
-            code_lm.run(broken)
+    cut_off(CodeLMTask, 5 * 2, lambda: code_lm.run(broken), RuntimeError)  # in phase 2, a step after a checkpoint
     assert find_checkpoint(broken.folder).name == "step-00000004"
     code_lm.run(broken, resume=True)
-    one, two = (load_file(find_checkpoint(config.folder) / "model.safetensors") for config in (whole, broken))
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    losses = [
-        [row["loss"] for row in map(json.loads, (config.folder / "metrics.jsonl").read_text().splitlines())
-         if row["kind"] == "eval"]
-        for config in (whole, broken)
-    ]  # fmt: skip
+    assert_same_end(whole.folder, broken.folder)
+    losses = [[row["loss"] for row in records(config.folder, "eval")] for config in (whole, broken)]
     assert losses[0] == losses[1]
 
 

@@ -1,12 +1,6 @@
 """The DLRM recipe end to end, small: all methods, both stages, every optimizer, resuming, and two processes as one."""
 
-from __future__ import annotations
-
 import json
-import multiprocessing
-import os
-import socket
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -31,22 +25,19 @@ from comera.recipes.dlrm import recipe as dlrm
 from comera.recipes.dlrm.click_metrics import click_metrics
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickBatch, ClickData, CriteoConfig, prepare
 from comera.recipes.dlrm.model import DLRMConfig
-from comera.recipes.dlrm.recipe import (
-    METHODS,
-    CompressConfig,
-    DLRMTask,
-    DLRMTaskConfig,
-    build_model,
-    click_loss,
-)
+from comera.recipes.dlrm.recipe import METHODS, CompressConfig, DLRMTask, DLRMTaskConfig, build_model, click_loss
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import OptimizerName
 from comera.trainer.metrics import Summary
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.step import TrainStep
 
-from ..helpers.small_dlrm import BATCH, ROWS, TABLES, records, small_log, small_run
+from ..helpers.launched import launch
+from ..helpers.recipe_runs import assert_goes_on_only_as_begun, cut_off
+from ..helpers.run_folders import history
+from ..helpers.small_dlrm import BATCH, ROWS, TABLES, small_log, small_run
 
+LATE = replace(dlrm.preset().train, late=LateStage(target_size=0.2))
 EPOCH = 12  # steps; the last batch of an epoch goes on into the next one
 
 
@@ -66,7 +57,7 @@ def config(data_config: CriteoConfig, tmp_path: Path) -> DLRMTaskConfig:
 
 
 def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in records(folder, "train")]
+    return [row["loss"] for row in history(folder, "train")]
 
 
 def same(one: ClickBatch, two: ClickBatch) -> bool:
@@ -136,7 +127,7 @@ def test_sparse_gradients_train_as_dense_ones_do(
     monkeypatch.setitem(OPTIMIZERS, optimizer, OPTIMIZERS[optimizer]._replace(sparse=False))
     other = replace(config, out=str(tmp_path / "other"))
     dlrm.run(other)
-    for a, b in zip(records(config.folder, "train"), records(other.folder, "train"), strict=True):
+    for a, b in zip(history(config.folder, "train"), history(other.folder, "train"), strict=True):
         assert (a["loss"], a["grad_norm"]) == pytest.approx((b["loss"], b["grad_norm"]), rel=1e-5)
 
 
@@ -154,9 +145,9 @@ def test_late_stages_start_from_the_early_one_and_meet_their_targets(config: DLR
         assert summary is not None
         assert summary.steps == 2 * EPOCH
         assert summary.tensorized <= target * early.tensorized
-        (stage,) = records(folder, "stage")
+        (stage,) = history(folder, "stage")
         assert (stage["stage"], stage["step"]) == ("late", 0)
-        assert records(folder, "prune") or records(folder, "round")
+        assert history(folder, "prune") or history(folder, "round")
     for folder in (config.folder, *folders.values()):
         assert yaml.safe_load((folder / "config.yaml").read_text())["out"] == str(config.folder)
     names = {row["name"] for row in json.loads((folders["early"] / "layers.json").read_text())}
@@ -199,31 +190,18 @@ def test_evaluation_is_that_of_all_held_out_rows(config: DLRMTaskConfig, data: C
     assert tested == pytest.approx(found["test"], rel=1e-5)
 
 
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(
-    config: DLRMTaskConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(config: DLRMTaskConfig, tmp_path: Path) -> None:
     train = replace(config.train, save_every=8, optimizer="adagrad")
     config = replace(config, late_targets=(0.5,), late_epochs=1.8, train=train)
     dlrm.run(config)
     killed = replace(config, out=str(tmp_path / "killed"))
-    batch, left = DLRMTask.train_batch, [EPOCH + 13]
-
-    def kill(self: DLRMTask, *place: int) -> ClickBatch:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return batch(self, *place)
-
-    monkeypatch.setattr(DLRMTask, "train_batch", kill)
-    with pytest.raises(KeyboardInterrupt):
-        dlrm.run(killed)
-    monkeypatch.undo()
+    cut_off(DLRMTask, EPOCH + 13, lambda: dlrm.run(killed))
     with pytest.raises(ConfigError, match=r"expected a folder without a run, got .*killed with .*early"):
         dlrm.run(killed)
     (killed.folder / "early" / "test.json").unlink()  # as if it had been killed right after the early stage too
     dlrm.run(killed, resume=True)
     for name, folder in runs(config).items():
-        assert records(runs(killed)[name]) == records(folder)
+        assert history(runs(killed)[name]) == history(folder)
         assert (runs(killed)[name] / "test.json").read_text() == (folder / "test.json").read_text()
 
 
@@ -231,24 +209,17 @@ def test_a_run_does_not_resume_on_other_data_or_with_another_model(config: DLRMT
     config = replace(config, late_targets=(), train=replace(config.train, steps=2))
     dlrm.run(config)
     (config.folder / "early" / "summary.json").unlink()  # as if it had been killed before it ended
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("data.shuffle", {"data": replace(config.data, shuffle=False)}),
-        ("compress.ratio", {"compress": replace(config.compress, ratio=5.0)}),
-        ("optimizer", {"train": replace(config.train, optimizer="sgd")}),
-    ]
-    for name, change in changes:
-        with pytest.raises(ConfigError, match=rf"{name}: expected"):
-            dlrm.run(replace(config, **change), resume=True)
+    changes = {
+        "data.shuffle": {"data": replace(config.data, shuffle=False)},
+        "compress.ratio": {"compress": replace(config.compress, ratio=5.0)},
+        "optimizer": {"train": replace(config.train, optimizer="sgd")},
+    }
+    assert_goes_on_only_as_begun(dlrm.run, config, changes)
 
 
-def train_as(rank: int, world: int, port: int, config: DLRMTaskConfig) -> None:
+def train_as(rank: int, world: int, config: DLRMTaskConfig) -> None:
     """What `torchrun --nproc_per_node WORLD -m comera train dlrm` would do in process `rank`."""
-    warnings.simplefilter("error")
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in launched.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     dlrm.run(config)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
@@ -259,22 +230,12 @@ def test_two_processes_train_as_one_with_twice_the_batch(
     config = replace(config, late_targets=(0.5,), train=replace(config.train, optimizer=optimizer))
     dlrm.run(replace(config, train=replace(config.train, batch_size=2 * BATCH)))
     two = replace(config, out=str(tmp_path / "two"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, by the server that forks
-    processes = [context.Process(target=train_as, args=(rank, 2, port, two)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    launch(train_as, two)
     for name, folder in runs(config).items():
         other = runs(two)[name]
         assert len(losses(folder)) == (EPOCH if name != "early" else EPOCH // 2)
         assert losses(other) == pytest.approx(losses(folder), rel=2e-5)
-        (one,), (both,) = records(folder, "eval")[-1:], records(other, "eval")[-1:]
+        (one,), (both,) = history(folder, "eval")[-1:], history(other, "eval")[-1:]
         assert {"loss": both["loss"], **both["metrics"]} == pytest.approx(
             {"loss": one["loss"], **one["metrics"]}, rel=2e-5
         )
@@ -332,29 +293,28 @@ def test_the_defaults_fit_the_synthetic_log(tmp_path: Path) -> None:
     assert sum(p.numel() for p in model.tables.parameters()) <= config.model.dim * sum(sizes) / config.compress.ratio
 
 
-def test_configurations_that_do_not_fit_are_refused(config: DLRMTaskConfig) -> None:
-    train = dlrm.preset().train
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"method": "galore"}, "method galore needs a recipe that offers it, this one has dense, comera, hashing"),
-        ({"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
-        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
-        ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
-        ({"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
-        ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
-    ]
-    for fields, said in wrong:
-        with pytest.raises(ConfigError, match=said):
-            DLRMTaskConfig(**fields)
-    out_of_range: list[tuple[dict[str, Any], str]] = [
-        ({"ratio": 1.0}, "compress.ratio must be a number > 1, got 1.0"),
-        ({"min_rows": 0}, "compress.min_rows must be at least 1"),
-        ({"order": 5}, "compress.order must be one of 2, 3, 4, or none, got 5"),
-        ({"mlp_rank": -1}, "compress.mlp_rank must be a number >= 0"),
-        ({"mlp_order": 1}, "compress.mlp_order must be from 2 to 8"),
-    ]
-    for fields, said in out_of_range:
-        with pytest.raises(ConfigError, match=said):
-            CompressConfig(**fields)
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        (DLRMTaskConfig, {"method": "galore"}, "method galore needs .* this one has dense, comera, hashing"),
+        (DLRMTaskConfig, {"preset": "best"}, "preset must be one of sample, kaggle, got 'best'"),
+        (DLRMTaskConfig, {"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
+        (DLRMTaskConfig, {"late_targets": (0.5, 0.5)}, "late_targets must differ"),
+        (DLRMTaskConfig, {"late_epochs": float("nan")}, "late_epochs must be a number > 0, got nan"),
+        (DLRMTaskConfig, {"train": LATE}, "set late_targets and train.epochs"),
+        (CompressConfig, {"ratio": 1.0}, "compress.ratio must be a number > 1, got 1.0"),
+        (CompressConfig, {"min_rows": 0}, "compress.min_rows must be at least 1"),
+        (CompressConfig, {"order": 5}, "compress.order must be one of 2, 3, 4, or none, got 5"),
+        (CompressConfig, {"mlp_rank": -1}, "compress.mlp_rank must be a number >= 0"),
+        (CompressConfig, {"mlp_order": 1}, "compress.mlp_order must be from 2 to 8"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(kind: Any, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kind(**fields)
+
+
+def test_a_ratio_that_leaves_nothing_is_refused_before_anything_is_written(config: DLRMTaskConfig) -> None:
     with pytest.raises(ConfigError, match=r"compress.ratio 1e\+06 leaves 0 parameters"):
         dlrm.run(replace(config, compress=CompressConfig(ratio=1e6, min_rows=300)))
     assert not config.folder.exists()
@@ -364,25 +324,10 @@ def test_the_command_line_takes_presets_and_nested_fields(capsys: pytest.Capture
     for words in ({}, {"method": "dense"}, {"preset": "kaggle"}, {"method": "dense", "preset": "kaggle"}):
         argv = [word for name, value in words.items() for word in (f"--{name}", value)]
         assert options.parse("train", "dlrm", argv)[1] == dlrm.preset(**words)  # type: ignore[arg-type]
-    argv = [
-        "--model.dim",
-        "128",
-        "--model.top",
-        "[64]",
-        "--train.optimizer",
-        "adagrad",
-        "--compress.order",
-        "3",
-        "--out",
-        "o",
-    ]
+    argv = ["--model.dim=128", "--model.top=[64]", "--train.optimizer=adagrad", "--compress.order=3", "--out=o"]
     _, config, _ = options.parse("train", "dlrm", argv)
-    assert (config.model.dim, config.model.top, config.train.optimizer, config.compress.order) == (
-        128,
-        (64,),
-        "adagrad",
-        3,
-    )
+    chosen = (config.model.dim, config.model.top, config.train.optimizer, config.compress.order)
+    assert chosen == (128, (64,), "adagrad", 3)
     assert runs(config) == {"early": Path("o/early"), "late 0.5": Path("o/late-0.5")}
     assert cli.main(["train", "dlrm", "--method", "cola"]) == 2
     assert "method cola needs a recipe that offers it, this one has dense, comera, hashing" in capsys.readouterr().err

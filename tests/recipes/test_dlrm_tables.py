@@ -1,7 +1,5 @@
 """DLRM with what one would pick instead of compressed tables: hashing, quotient-remainder, narrower ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,11 @@ from comera.baselines import TABLE_METHODS
 from comera.errors import ConfigError
 from comera.nn.size import model_size
 from comera.recipes.dlrm import recipe as dlrm
-from comera.recipes.dlrm.criteo import ClickBatch
 from comera.recipes.dlrm.recipe import METHODS, DLRMTask, DLRMTaskConfig, build_model
 
-from ..helpers.small_dlrm import TABLES, records, small_log, small_run
+from ..helpers.recipe_runs import cut_off
+from ..helpers.run_folders import history
+from ..helpers.small_dlrm import TABLES, small_log, small_run
 
 
 @pytest.fixture
@@ -40,20 +39,9 @@ def test_other_tables_have_the_budget_and_resume(config: DLRMTaskConfig, method:
     assert summary.steps == 4
     assert summary.ratio == pytest.approx(report.dense_total / model_size(model).total)
     stopped = replace(config, out=str(tmp_path / "stopped"))
-    with pytest.MonkeyPatch.context() as patch:
-        batch, left = DLRMTask.train_batch, [3]
-
-        def stop(self: DLRMTask, *place: int) -> ClickBatch:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return batch(self, *place)
-
-        patch.setattr(DLRMTask, "train_batch", stop)
-        with pytest.raises(KeyboardInterrupt):
-            dlrm.run(stopped)
+    cut_off(DLRMTask, 3, lambda: dlrm.run(stopped))
     dlrm.run(stopped, resume=True)
-    assert records(stopped.folder, "train") == records(config.folder, "train")
+    assert history(stopped.folder, "train") == history(config.folder, "train")
     need = dlrm.estimate(config)
     assert set(need) == set(METHODS)
     assert need[method].weights == sum(p.nbytes for p in model.parameters())

@@ -1,7 +1,5 @@
 """`comera export`: trained runs of each recipe leave in each form, and give the logits that they gave in training."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -15,13 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM, BertForSequenceClassification
 from transformers.models.bert.modeling_bert import BertLMPredictionHead
 
 from comera import load_pretrained
@@ -71,8 +63,7 @@ class Run:
 
     def logits(self, model: Callable[..., Any], rows: int, length: int = 9) -> Tensor:
         outputs = model(**self.inputs(rows, length))
-        logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
-        return logits
+        return outputs if isinstance(outputs, Tensor) else outputs["logits"]
 
 
 def trained(folder: Path, task: Any, plain: Callable[[Path], nn.Module], inputs: Callable[[int], Any]) -> Run:

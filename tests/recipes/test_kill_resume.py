@@ -3,8 +3,6 @@
 Starting Python with its libraries takes seconds, so one server process imports them once and forks the runs.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import random
@@ -24,7 +22,7 @@ from comera.cli.main import main
 from comera.files import SUMS, damage
 from comera.trainer.checkpoint import checkpoints
 
-from ..helpers.run_folders import course
+from ..helpers.run_folders import history
 from ..helpers.tiny_run import TINY
 
 KILLS = 20
@@ -106,7 +104,7 @@ def test_twenty_kills_leave_no_trace(
     start: Callable[[Path], Any], straight: tuple[Path, float, float], tmp_path: Path
 ) -> None:
     reference, begin, step_time = straight
-    expected = course(reference)
+    expected = history(reference)
     assert any(row["kind"] == "prune" for row in expected)
     weights = load_file(checkpoints(reference)[-1] / "model.safetensors")
     rng = random.Random(0)
@@ -128,7 +126,7 @@ def test_twenty_kills_leave_no_trace(
             reach *= 1 if after > before else 1.03  # the machine may have become slower
             continue
         assert process.exitcode == 0
-        assert course(runs[-1]) == expected
+        assert history(runs[-1]) == expected
         came = load_file(checkpoints(runs[-1])[-1] / "model.safetensors")
         assert came.keys() == weights.keys()
         assert all(torch.equal(came[name], weights[name]) for name in weights)

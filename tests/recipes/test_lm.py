@@ -1,7 +1,5 @@
 """The causal language model end to end, small: its loss, its methods, and runs of a few steps with every option."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -12,7 +10,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from comera.baselines import TABLE_METHODS, TOKEN_METHODS, BaselineConfig, CoLA, GaLore, Method, Narrow, installed
@@ -31,15 +28,7 @@ from comera.recipes.lm import recipe as lm
 from comera.recipes.lm.data import LMData, LMDataConfig, prepare
 from comera.recipes.lm.generate import Sampling, open_writer
 from comera.recipes.lm.model import CompressConfig, Format, ModelConfig
-from comera.recipes.lm.recipe import (
-    METRIC,
-    LMConfig,
-    LMTask,
-    build_model,
-    meta_step,
-    next_token_loss,
-    token_losses,
-)
+from comera.recipes.lm.recipe import METRIC, LMConfig, LMTask, build_model, meta_step, next_token_loss, token_losses
 from comera.recipes.trained import open_trained
 from comera.report import compare, inspect
 from comera.report.run import read_run
@@ -48,6 +37,8 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.step import TrainStep
 
 from ..helpers.allocated import peak_allocated
+from ..helpers.recipe_runs import assert_goes_on_only_as_begun, assert_same_end, cut_off
+from ..helpers.run_folders import records
 
 SOURCES = str(Path(json.__file__).parent)  # real code that is on every machine, and little of it
 TINY = ModelConfig(hidden=64, layers=2, heads=4)
@@ -74,12 +65,6 @@ def config(data_config: LMDataConfig, tmp_path: Path) -> LMConfig:
     return LMConfig(
         out=str(tmp_path / "run"), data=data_config, model=TINY, compress=RANKS, train=train, baselines=baselines
     )
-
-
-def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [
-        r for line in (folder / "metrics.jsonl").read_text().splitlines() if (r := json.loads(line))["kind"] == kind
-    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -226,7 +211,7 @@ def test_compiled_steps_are_those_of_eager_mode(
     eager = lm.run(config)
     compiled = lm.run(replace(config, out=str(tmp_path / "compiled"), train=replace(config.train, mode="compile")))
     assert (compiled.mode, eager.mode) == ("compile", "eager")
-    assert [row["built"] for row in rows(tmp_path / "compiled", "mode")] == [1]  # one graph
+    assert [row["built"] for row in records(tmp_path / "compiled", "mode")] == [1]  # one graph
     assert compiled.held_out_loss == pytest.approx(eager.held_out_loss, rel=1e-5)
 
 
@@ -250,27 +235,15 @@ def test_the_help_offers_what_these_tests_run() -> None:
     ],
 )
 def test_a_stopped_run_resumes_to_the_bit(
-    config: LMConfig, method: Method, rates: Any, optimizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: LMConfig, method: Method, rates: Any, optimizer: Any, tmp_path: Path
 ) -> None:
     train = replace(config.train, steps=6, save_every=2, threads=1, rates=rates, optimizer=optimizer)
     config = replace(config, method=method, model=replace(TINY, dropout=0.1), train=train)
     whole = lm.run(replace(config, out=str(tmp_path / "whole")))
-    batch = LMTask.train_batch
-
-    def stop(self: LMTask, step: int, *place: int) -> Any:
-        if step == 3:
-            raise KeyboardInterrupt
-        return batch(self, step, *place)
-
-    monkeypatch.setattr(LMTask, "train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        lm.run(config)
-    monkeypatch.setattr(LMTask, "train_batch", batch)
+    cut_off(LMTask, 3, lambda: lm.run(config))
     again = lm.run(config, resume=True)
     assert (again.held_out_loss, again.metrics) == (whole.held_out_loss, whole.metrics)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, two = (load_file(checkpoints(folder)[-1] / name) for folder in (config.folder, tmp_path / "whole"))
-        assert all(torch.equal(one[key], two[key]) for key in one | two)
+    assert_same_end(config.folder, tmp_path / "whole")
 
 
 def test_nats_per_byte_are_all_nats_over_all_bytes(config: LMConfig, data: LMData) -> None:
@@ -371,15 +344,13 @@ def test_training_learns_about_held_out_code(config: LMConfig, data: LMData, opt
 def test_a_run_does_not_resume_on_other_data_or_another_model(config: LMConfig) -> None:
     lm.run(config)
     (config.folder / "summary.json").unlink()  # as if it had been killed before it ended
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("data.block_size", {"data": replace(config.data, block_size=16)}),
-        ("data.prepared", {"data": replace(config.data, vocab_size=390)}),
-        ("model.dropout", {"model": replace(config.model, dropout=0.1)}),
-        ("compress.rank", {"compress": replace(config.compress, rank=5)}),
-    ]
-    for name, change in changes:
-        with pytest.raises(ConfigError, match=rf"{name}: expected"):
-            lm.run(replace(config, **change), resume=True)
+    changes = {
+        "data.block_size": {"data": replace(config.data, block_size=16)},
+        "data.prepared": {"data": replace(config.data, vocab_size=390)},
+        "model.dropout": {"model": replace(config.model, dropout=0.1)},
+        "compress.rank": {"compress": replace(config.compress, rank=5)},
+    }
+    assert_goes_on_only_as_begun(lm.run, config, changes)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,7 +1,5 @@
 """The MNLI recipe end to end, small: its model, its batches, the early and late stages, the dense baseline."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +18,8 @@ from comera.cli.options import saved_config
 from comera.errors import ConfigError, DataError
 from comera.export.runs import export_run
 from comera.files import write_sums
-from comera.rank.objective import EarlyStage, LateStage
+from comera.nn.size import model_size
+from comera.rank.objective import EarlyStage
 from comera.recipes import base as stages
 from comera.recipes.base import runs, step_flops
 from comera.recipes.classify import mnli
@@ -34,7 +33,8 @@ from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.metrics import Summary
 
-from ..helpers.run_folders import course
+from ..helpers.recipe_runs import assert_goes_on_only_as_begun
+from ..helpers.run_folders import history, records
 
 TINY = EncoderConfig(hidden=32, layers=1, heads=2, ffn=64, dropout=0.1, max_positions=32)
 RANKS = CompressConfig(ratio=None, format="tt", order=4, rank=6, embedding_order=2, embedding_rank=6)
@@ -84,11 +84,6 @@ def config(data_config: ClassifyDataConfig, tmp_path: Path) -> ClassifyConfig:
         compress=RANKS,
         train=train,
     )
-
-
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
 
 
 def same(one: ExampleBatch, two: ExampleBatch) -> bool:
@@ -166,19 +161,6 @@ def test_micro_batches_of_all_processes_are_one_sequence(config: ClassifyConfig,
     assert task.steps_per_epoch == 3  # eight batches, three a step
 
 
-@pytest.mark.parametrize("method", LINEAR_METHODS)
-def test_two_steps(config: ClassifyConfig, data: PreparedExamples, method: Method) -> None:
-    config = replace(config, method=method, late_targets=(), train=replace(config.train, steps=2))
-    summary = mnli.run(config)
-    assert (summary.method, summary.recipe, summary.steps, summary.examples) == (method, "mnli", 2, 2 * BATCH)
-    seen = [data.train_batch(index, BATCH, seed=0) for index in range(2)]
-    assert summary.tokens == sum(int(batch.attention_mask.sum()) for batch in seen)
-    assert set(summary.metrics) == {"accuracy", "f1"}
-    (folder,) = runs(config).values()
-    assert folder == (config.folder / "early" if method == "comera" else config.folder)
-    assert mnli.run(config, resume=True) == summary
-
-
 def test_a_narrow_model_costs_as_much_as_the_compressed_one_keeps_its_width_and_leaves(
     config: ClassifyConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +227,7 @@ def test_the_dense_baseline_is_as_long_as_the_early_stage_and_one_late_stage(con
     dense = replace(config, method="dense")
     assert runs(dense) == {"dense": dense.folder}
     summary = mnli.run(dense)
+    assert (summary.recipe, summary.method) == ("mnli", "dense")
     assert (summary.steps, summary.tensorized) == (EPOCH + EPOCH // 2, 0)
     assert summary.examples == PAIRS + EPOCH // 2 * BATCH
     assert [row["epoch"] for row in records(dense.folder, "eval")] == [1.0, 1.5]
@@ -273,7 +256,7 @@ def test_a_protocol_that_is_killed_between_its_runs_goes_on_as_if_nothing_had_ha
     assert (killed.folder / "early" / "metrics.jsonl").stat() == early  # not touched again
     assert (resumed.steps, resumed.held_out_loss) == (straight.steps, straight.held_out_loss)
     for name, folder in runs(config).items():
-        assert course(runs(killed)[name]) == course(folder)
+        assert history(runs(killed)[name]) == history(folder)
 
 
 def test_an_interruption_ends_the_protocol_there(config: ClassifyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,15 +279,13 @@ def test_a_run_does_not_resume_on_other_data_another_model_or_other_batches(conf
     mnli.run(config)
     late = config.folder / "late-0.5"
     (late / "summary.json").unlink()  # as if it had been killed before it ended
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("data.prepared", {"data": replace(config.data, max_length=20)}),
-        ("model.dropout", {"model": replace(config.model, dropout=0.0)}),
-        ("compress.rank", {"compress": replace(config.compress, rank=5)}),
-        ("epochs", {"late_epochs": 0.5}),
-    ]
-    for name, change in changes:
-        with pytest.raises(ConfigError, match=rf"{name}: expected"):
-            mnli.run(replace(config, **change), resume=True)
+    changes = {
+        "data.prepared": {"data": replace(config.data, max_length=20)},
+        "model.dropout": {"model": replace(config.model, dropout=0.0)},
+        "compress.rank": {"compress": replace(config.compress, rank=5)},
+        "epochs": {"late_epochs": 0.5},
+    }
+    assert_goes_on_only_as_begun(mnli.run, config, changes)
 
 
 def test_training_learns_to_answer(config: ClassifyConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,33 +308,6 @@ def test_estimate_shows_all_methods_without_data(config: ClassifyConfig) -> None
     assert mnli.estimate(config)["dense"].gradients == sum(p.numel() * 4 for p in model.parameters())
     with pytest.raises(DataError, match="WordPiece vocabulary"):
         mnli.estimate(replace(config, data=replace(config.data, tokenizer="nowhere.txt")))
-
-
-def test_configurations_that_do_not_fit_are_refused() -> None:
-    train = mnli.preset(preset="mnli").train
-    wrong: list[tuple[dict[str, Any], str]] = [
-        (
-            {"method": "lora"},
-            "method must be one of comera, dense, galore, lte, cola, tensorly, narrow, .*hashing, .*, got 'lora'",
-        ),
-        ({"preset": "best"}, "preset must be one of small, base, mnli, .*, got 'best'"),
-        ({"late_targets": (0.5, 1.0)}, "> 0 and < 1, got 1.0"),
-        ({"late_targets": (float("nan"),)}, "> 0 and < 1, got nan"),
-        ({"late_targets": (0.5, 0.5)}, "late_targets must differ"),
-        ({"late_epochs": 0.0}, "late_epochs must be a number > 0, got 0.0"),
-        ({"train": replace(train, late=LateStage(target_size=0.2))}, "set late_targets and train.epochs"),
-        (
-            {"train": replace(train, late=LateStage(target_size=0.2, start_epoch=1))},
-            "set late_targets and train.epochs",
-        ),
-        (
-            {"data": ClassifyDataConfig(max_length=600)},
-            r"max_length \(600\) must not be above model.max_positions \(512\)",
-        ),
-    ]
-    for fields, said in wrong:
-        with pytest.raises(ConfigError, match=said):
-            ClassifyConfig(**fields)
 
 
 def test_the_command_line_takes_presets_lists_and_nested_fields() -> None:
@@ -429,3 +383,65 @@ def test_the_command_line_resumes_with_the_configuration_of_the_runs(config: Cla
     _, resumed, resume = options.parse("train", "mnli", ["--resume", "--out", str(config.folder)])
     assert resume
     assert resumed == config
+
+
+# --- the model at full size, on the meta device -----------------------------------------------------------------------
+
+
+def test_the_full_model_has_the_published_shapes_and_sizes() -> None:
+    with torch.device("meta"):
+        dense, _ = untrained(mnli.preset("dense", "mnli"), 30_522)
+        model, report = untrained(mnli.preset(preset="mnli"), 30_522)
+    assert report is not None
+    shapes = {row.name: str(row.spec) for row in report.rows if row.spec}
+    square = "TT 12·8·8 / 8·8·12 ranks 12-30-30-30-12"
+    expected = {
+        "bert.embeddings.word_embeddings": "TTM 16·20·10·10 × 4·4·8·6 ranks 30-30-30",
+        "bert.pooler.dense": square,
+    }
+    for k in range(6):
+        layer = f"bert.encoder.layer.{k}"
+        names = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
+        expected |= {f"{layer}.{name}": square for name in names}
+        expected[f"{layer}.intermediate.dense"] = "TT 12·8·8 / 12·16·16 ranks 12-30-30-30-16"
+        expected[f"{layer}.output.dense"] = "TT 16·16·12 / 8·8·12 ranks 16-30-30-30-12"
+    assert shapes == expected
+    left = {row.name for row in report.rows if row.layer and row.spec is None}
+    assert left == {"bert.embeddings.position_embeddings", "bert.embeddings.token_type_embeddings", "classifier"}
+
+    size, original = model_size(model, dense_total=report.dense_total), model_size(dense)
+    assert report.dense_total == original.total
+    megabytes = [4 * n / 2**20 for n in (original.total, size.dense_tensorized, size.total, size.tensorized)]
+    assert megabytes == pytest.approx([255.42, 253.67, 5.61, 3.86], abs=0.005)  # published: 256, 253
+
+
+def test_the_full_model_has_the_published_settings() -> None:
+    config = mnli.preset("comera", "mnli-published")
+    with torch.device("meta"):
+        bert = untrained(config, 30_522)[0].config
+    assert (bert.num_hidden_layers, bert.hidden_size, bert.num_attention_heads, bert.intermediate_size) == (
+        6,
+        768,
+        12,
+        3072,
+    )
+    assert (bert.max_position_embeddings, bert.type_vocab_size, bert.num_labels) == (512, 2, 3)
+    assert (bert.hidden_act, bert.hidden_dropout_prob, bert.attention_probs_dropout_prob) == ("gelu", 0.1, 0.1)
+    train = config.train
+    assert (train.core_lr, train.table_lr, train.lr, train.rank_lr) == (1e-4, None, 5e-5, 1e-3)
+    assert train.weight_decay == 0
+    assert 32 <= train.batch_size <= 128
+    assert (train.late.shrink, config.late_targets, config.data.max_length) == ("surrogate", (0.8, 0.5, 0.2), 128)
+
+
+def test_other_widths_and_vocabularies_get_balanced_modes() -> None:
+    config = replace(mnli.preset(preset="mnli"), model=EncoderConfig(hidden=512, layers=1, heads=8, ffn=2048))
+    with torch.device("meta"):
+        _, report = untrained(config, 30_522)
+        _, other = untrained(replace(mnli.preset(preset="mnli"), model=EncoderConfig(layers=1)), 8_000)
+    assert report is not None
+    assert other is not None
+    for row in [row for row in report.rows if row.spec] + [row for row in other.rows if row.spec]:
+        assert row.spec is not None
+        assert row.spec.order == (4 if row.after == "TTMEmbedding" else 6)
+    assert "8·8·8 / 8·8·8" in str({row.name: row.spec for row in report.rows}["bert.pooler.dense"])

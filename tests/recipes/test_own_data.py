@@ -1,7 +1,5 @@
 """Runs on data of one's own, by the command line: clicks and pairs in tables, trackers, exports and scores."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from comera.cli.main import main
 
 from ..helpers.mnli_rows import write_vocabulary
+from ..helpers.run_folders import records
 
 FAST = ("--train.steps", "2", "--train.progress", "false", "--train.device", "cpu", "--late_targets", "[]")
 COLUMNS = ("--data.label", "clicked", "--data.numbers", "[age, price]", "--data.categories", "[city, site]")
@@ -30,8 +29,7 @@ def test_clicks_in_a_table_are_trained_on_and_scored(tmp_path: Path, capsys: pyt
     options = ("--compress.ratio", "1.5", "--compress.min_rows", "30", *COLUMNS, *FAST)
     sizes = ("--model.dim", "8", "--model.bottom", "[16]", "--model.top", "[16]", "--data.cache", str(tmp_path / "c"))
     assert main(["train", "dlrm", "--data.path", str(rows), "--out", str(run), *options, *sizes]) == 0
-    records = [json.loads(line) for line in (run / "early" / "metrics.jsonl").read_text().splitlines()]
-    assert {"auc"} <= {name for record in records for name in record.get("metrics", ())}
+    assert {"auc"} <= {name for record in records(run / "early") for name in record.get("metrics", ())}
     other = write_clicks(tmp_path / "new.csv", 30, order="age,site,city,price")  # without labels, in another order
     capsys.readouterr()
     for file, name in ((rows, "one"), (other, "two")):

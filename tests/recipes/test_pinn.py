@@ -2,12 +2,12 @@
 
 import json
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from comera.baselines import Method, Narrow
 from comera.cli.main import main
@@ -34,8 +34,9 @@ from comera.recipes.pinn.recipe import (
 from comera.recipes.trained import open_trained
 from comera.report import inspect, render
 from comera.report.run import read_run
-from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
+
+from ..helpers.recipe_runs import assert_goes_on_only_as_begun, assert_same_end, cut_off
 
 TINY = ModelConfig(hidden=16, layers=2)
 RANKS = CompressConfig(order=4, rank=2)
@@ -124,28 +125,14 @@ def test_the_help_offers_what_these_tests_run() -> None:
 
 
 @pytest.mark.parametrize("ways", [{}, FORWARD, {**FORWARD, "stein": SteinConfig(rule="monte-carlo", samples=8)}])
-def test_a_stopped_run_resumes_to_the_bit(
-    config: PinnConfig, ways: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_stopped_run_resumes_to_the_bit(config: PinnConfig, ways: dict[str, Any], tmp_path: Path) -> None:
     schedule = ZerothOrderConfig(queries=1, growth=0.5, epoch=1)
     config = replace(config, train=replace(config.train, steps=6, save_every=2), zeroth_order=schedule, **ways)
     whole = pinn.run(replace(config, out=str(tmp_path / "whole")))
-    batch = PinnTask.train_batch
-
-    def stop(self: PinnTask, step: int, *place: int) -> Any:
-        if step == 3:
-            raise KeyboardInterrupt
-        return batch(self, step, *place)
-
-    monkeypatch.setattr(PinnTask, "train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        pinn.run(config)
-    monkeypatch.setattr(PinnTask, "train_batch", batch)
+    cut_off(PinnTask, 3, lambda: pinn.run(config))
     again = pinn.run(config, resume=True)
     assert (again.held_out_loss, again.metrics, again.tokens) == (whole.held_out_loss, whole.metrics, whole.tokens)
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, two = (load_file(checkpoints(folder)[-1] / name) for folder in (config.folder, tmp_path / "whole"))
-        assert all(torch.equal(one[key], two[key]) for key in one | two)
+    assert_same_end(config.folder, tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -185,17 +172,12 @@ def test_estimate_shows_all_methods_without_computing(config: PinnConfig, ways: 
 
 
 def test_without_a_backward_memory_does_not_grow_with_the_layers(config: PinnConfig) -> None:
+    @cache
     def activations(gradients: Any, layers: int) -> int:
         model = ModelConfig(hidden=64, layers=layers)
         narrow = Baselines(narrow=Narrow(hidden=8))
-        each = replace(
-            config,
-            baselines=narrow,
-            method="dense",
-            gradients=gradients,
-            model=model,
-            train=replace(config.train, batch_size=64),
-        )
+        train = replace(config.train, batch_size=64)
+        each = replace(config, baselines=narrow, method="dense", gradients=gradients, model=model, train=train)
         return pinn.estimate(each)["dense"].activations
 
     assert activations("backward", 8) > 2.5 * activations("backward", 2)
@@ -206,16 +188,14 @@ def test_without_a_backward_memory_does_not_grow_with_the_layers(config: PinnCon
 def test_a_run_does_not_resume_as_another(config: PinnConfig) -> None:
     pinn.run(config)
     (config.folder / "summary.json").unlink()
-    changes: list[tuple[str, dict[str, Any]]] = [
-        ("dimension", {"dimension": 4}),
-        ("gradients", {"gradients": "zeroth-order"}),
-        ("stein.sigma", {"stein": SteinConfig(sigma=0.2)}),
-        ("zeroth_order.eps", {"zeroth_order": replace(config.zeroth_order, eps=0.1)}),
-        ("model.activation", {"model": replace(TINY, activation="tanh")}),
-    ]
-    for name, change in changes:
-        with pytest.raises(ConfigError, match=rf"{name}: expected"):
-            pinn.run(replace(config, **change), resume=True)
+    changes: dict[str, dict[str, Any]] = {
+        "dimension": {"dimension": 4},
+        "gradients": {"gradients": "zeroth-order"},
+        "stein.sigma": {"stein": SteinConfig(sigma=0.2)},
+        "zeroth_order.eps": {"zeroth_order": replace(config.zeroth_order, eps=0.1)},
+        "model.activation": {"model": replace(TINY, activation="tanh")},
+    }
+    assert_goes_on_only_as_begun(pinn.run, config, changes)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`comera predict`: each row of a file that can be read gets the answer of the trained model, or the reason is said."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

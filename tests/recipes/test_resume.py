@@ -1,35 +1,29 @@
 """A run that is killed, at whatever moment, resumes to the bit; several processes train as one."""
 
-import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from comera.nn.linear import TTLinear
 from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
-from comera.trainer.task import Task
-from comera.tt.spec import TTSpec
 
-VOCABULARY, LENGTH, BATCH = 13, 5, 4
+from ..helpers.launched import launch, start
+from ..helpers.recipe_runs import assert_same_end
+from ..helpers.run_folders import history
+from ..helpers.toy_task import BATCH, LENGTH, Scored
+
 CONFIG = TrainConfig(
     steps=24,
     batch_size=BATCH,
@@ -53,58 +47,22 @@ STAGES = {
 }
 
 
-class Tiny(Task):
-    """Predicts the next token through a compressed layer and dropout."""
+class Tiny(Scored):
+    """Stopped in the middle of a step, between its two micro-batches."""
 
-    name = "tiny"
+    held_out = (BATCH, 1, 2)
+    lowest_gate = 0.2
+    stop_micro = 1
 
-    def __init__(self, dropout: float = 0.2) -> None:
-        torch.manual_seed(3)
-        layer = TTLinear(TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1)))
-        for d in layer.tt.rank_params:
-            d.data = torch.linspace(0.2, 1.0, len(d))  # so that they fall one by one
-        layers = [
-            nn.Embedding(VOCABULARY, 8),
-            layer,
-            nn.GELU(),
-            nn.Dropout(dropout),
-            nn.Linear(12, VOCABULARY),
-        ]
-        self.model: nn.Module = nn.Sequential(*layers)
+    def __init__(self, dropout: float = 0.2, stop: int | None = None) -> None:
+        super().__init__(dropout=dropout, stop=stop)
 
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + micro)
-        rows = torch.randint(VOCABULARY, (2 * BATCH, LENGTH), generator=generator)
-        return rows.tensor_split(world)[rank]
-
-    def eval_batches(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        for rows in (BATCH, 1, 2):
-            yield torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def evaluate(self, model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], int]:
-        hits = model(batch[:, :-1]).argmax(-1) == batch[:, 1:]
-        return {"accuracy": hits.float().mean(), "loss": self.loss(model, batch)}, len(batch)
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch.numel()
-
-    def examples(self, batch: Tensor) -> int:
-        return len(batch)
-
-
-def history(run: Path) -> list[dict[str, Any]]:
-    """All records without what clock and memory say."""
-    measured = {"time", "tokens_per_s", "step_time", "peak_memory", "energy"}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
+    def size(self, step: int) -> tuple[int, int]:
+        return 2 * BATCH, LENGTH
 
 
 def steps_of(run: Path, kind: str) -> list[int]:
-    return [line["step"] for line in history(run) if line["kind"] == kind]
+    return [line["step"] for line in history(run, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -129,34 +87,14 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return runs
 
 
-def end_state(run: Path) -> dict[str, list[float]]:
-    """Every number of the last checkpoint's model and optimizer."""
-    last = checkpoints(run)[-1]
-    files = [load_file(last / name) for name in ("model.safetensors", "optimizer.safetensors")]
-    return {name: value.flatten().tolist() for file in files for name, value in file.items()}
-
-
 def assert_same(run: Path, whole: Path) -> None:
     assert history(run) == history(whole)
-    assert end_state(run) == end_state(whole)
-
-
-class Stopped(Tiny):
-    """Gets a SIGTERM in the middle of a step."""
-
-    def __init__(self, step: int, dropout: float = 0.2) -> None:
-        super().__init__(dropout)
-        self.step = step
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        if (step, micro) == (self.step, 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().train_batch(step, micro, rank, world)
+    assert_same_end(run, whole)
 
 
 def test_a_run_stopped_again_and_again_is_the_whole_run_to_the_bit(tmp_path: Path, whole: Path) -> None:
     for step in (4, 5, 18, 20):  # twice in a row, and between prunes
-        assert fit(Stopped(step), CONFIG, tmp_path, resume=True).stopped == "interrupted"
+        assert fit(Tiny(stop=step), CONFIG, tmp_path, resume=True).stopped == "interrupted"
         assert checkpoints(tmp_path)[-1].name == f"step-{step + 1:08d}"
     assert fit(Tiny(), CONFIG, tmp_path, resume=True).stopped == "steps"
     assert_same(tmp_path, whole)
@@ -168,7 +106,7 @@ def test_a_late_run_stopped_after_two_cuts_is_the_whole_run_to_the_bit(
 ) -> None:
     first, second = steps_of(staged[shrink], "prune")[:2]
     for step in (5, 6, first, second + 1):  # on both sides of the switch, and after each cut
-        assert fit(Stopped(step), STAGES[shrink], tmp_path, resume=True).stopped == "interrupted"
+        assert fit(Tiny(stop=step), STAGES[shrink], tmp_path, resume=True).stopped == "interrupted"
     assert fit(Tiny(), STAGES[shrink], tmp_path, resume=True).stopped == "steps"
     assert_same(tmp_path, staged[shrink])
 
@@ -180,7 +118,7 @@ def test_a_late_run_stopped_anywhere_is_the_whole_run_to_the_bit(
 ) -> None:
     config = STAGES[shrink]
     assert config.steps is not None
-    assert fit(Stopped(int(part * (config.steps - 1))), config, tmp_path).stopped == "interrupted"
+    assert fit(Tiny(stop=int(part * (config.steps - 1))), config, tmp_path).stopped == "interrupted"
     fit(Tiny(), config, tmp_path, resume=True)
     assert_same(tmp_path, staged[shrink])
 
@@ -191,7 +129,7 @@ def test_a_run_that_a_plateau_turned_late_resumes_to_the_bit(tmp_path: Path) -> 
     (switch,) = steps_of(tmp_path / "whole", "stage")
     assert switch < 20
     for step in (switch - 2, switch - 1, switch, 21):
-        assert fit(Stopped(step), config, tmp_path / "run", resume=True).stopped == "interrupted"
+        assert fit(Tiny(stop=step), config, tmp_path / "run", resume=True).stopped == "interrupted"
     fit(Tiny(), config, tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", tmp_path / "whole")
 
@@ -202,7 +140,7 @@ def test_a_run_that_began_with_another_one_resumes_to_the_bit(tmp_path: Path) ->
     fit(Tiny(), config, tmp_path / "whole", start_from=tmp_path / "early")
     assert len(steps_of(tmp_path / "whole", "prune")) >= 2
     for step in (0, 9, 17):
-        stopped = fit(Stopped(step), config, tmp_path / "run", resume=True, start_from=tmp_path / "early")
+        stopped = fit(Tiny(stop=step), config, tmp_path / "run", resume=True, start_from=tmp_path / "early")
         assert stopped.stopped == "interrupted"
     fit(Tiny(), config, tmp_path / "run", resume=True)
     assert_same(tmp_path / "run", tmp_path / "whole")
@@ -220,14 +158,6 @@ def run_and_die(config: TrainConfig, run: str, moment: int) -> None:
 
     sys.addaudithook(watch)
     fit(Tiny(), config, run, resume=True)
-
-
-def start(target: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, by the server that forks
-    process = context.Process(target=target, args=args)
-    process.start()
-    return process
 
 
 @pytest.mark.parametrize("shrink", [None, "surrogate"])
@@ -254,33 +184,16 @@ def test_a_run_killed_at_its_file_operations_is_the_whole_run_to_the_bit(
     assert_same(run, whole)
 
 
-def train_as(
-    rank: int, world: int, port: int, config: TrainConfig, run: str, dropout: float, stop_at: int | None
-) -> None:
-    """What `accelerate launch --cpu` would do in process `rank`."""
-    warnings.simplefilter("error")
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in launched.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    stops = stop_at is not None and rank == world - 1  # one process alone hears of it
-    task = Stopped(stop_at, dropout) if stops and stop_at is not None else Tiny(dropout)
+def train_as(rank: int, world: int, config: TrainConfig, run: str, dropout: float, stop: int | None) -> None:
+    task = Tiny(dropout, stop if rank == world - 1 else None)  # one process alone hears of it
     if rank:
         for parameter in task.model.parameters():  # every process must start from the first one's model
             nn.init.zeros_(parameter)
     fit(task, replace(config, device="cpu"), run, resume=True)
-    torch.distributed.destroy_process_group()
 
 
-def launch(
-    run: Path, *, config: TrainConfig = CONFIG, dropout: float = 0.2, stop_at: int | None = None, world: int = 2
-) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [start(train_as, rank, world, port, config, str(run), dropout, stop_at) for rank in range(world)]
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * world
+def by_two(run: Path, config: TrainConfig = CONFIG, dropout: float = 0.2, stop: int | None = None) -> None:
+    launch(train_as, config, str(run), dropout, stop)
 
 
 def numbers(value: Any) -> list[float]:
@@ -293,7 +206,7 @@ def numbers(value: Any) -> list[float]:
 @pytest.mark.parametrize("config", [CONFIG, *STAGES.values()], ids=["early", *STAGES])
 def test_two_processes_train_as_one_with_the_joint_batch_through_prunes(tmp_path: Path, config: TrainConfig) -> None:
     fit(Tiny(dropout=0.0), config, tmp_path / "one")
-    launch(tmp_path / "two", config=config, dropout=0.0)
+    by_two(tmp_path / "two", config=config, dropout=0.0)
     one, two = history(tmp_path / "one"), history(tmp_path / "two")
     assert steps_of(tmp_path / "one", "prune")
     assert [(line["kind"], line["step"]) for line in two] == [(line["kind"], line["step"]) for line in one]
@@ -305,7 +218,7 @@ def test_two_processes_train_as_one_with_the_joint_batch_through_prunes(tmp_path
 def test_two_processes_evaluate_as_one_even_when_one_has_no_batch(tmp_path: Path, batches: int) -> None:
     config = replace(CONFIG, steps=2, eval_batches=batches)
     one = fit(Tiny(dropout=0.0), config, tmp_path / "one")
-    launch(tmp_path / "two", config=config, dropout=0.0)
+    by_two(tmp_path / "two", config=config, dropout=0.0)
     two = Summary.read(tmp_path / "two" / "summary.json")
     assert two is not None
     assert (two.held_out_loss, two.metrics) == (pytest.approx(one.held_out_loss), pytest.approx(one.metrics))
@@ -313,9 +226,9 @@ def test_two_processes_evaluate_as_one_even_when_one_has_no_batch(tmp_path: Path
 
 
 def test_two_processes_stop_together_and_resume_to_the_bit(tmp_path: Path) -> None:
-    launch(tmp_path / "whole")
-    launch(tmp_path / "stopped", stop_at=18)
+    by_two(tmp_path / "whole")
+    by_two(tmp_path / "stopped", stop=18)
     assert checkpoints(tmp_path / "stopped")[-1].name == "step-00000019"
     assert len(history(tmp_path / "stopped")) < len(history(tmp_path / "whole"))
-    launch(tmp_path / "stopped")
+    by_two(tmp_path / "stopped")
     assert_same(tmp_path / "stopped", tmp_path / "whole")

@@ -1,7 +1,5 @@
 """`comera score`: rows of a file get the logits that the trained model gives, each beside its line, or none at all."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 from collections.abc import Callable

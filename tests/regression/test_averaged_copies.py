@@ -28,16 +28,14 @@ def build() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = (model(X) - torch.sin(torch.arange(144.0)).view(12, 12)).square().mean()
-    return loss
+    return (model(X) - torch.sin(torch.arange(144.0)).view(12, 12)).square().mean()
 
 
-def test_an_average_follows_the_model_through_the_switch_cuts_and_rounding() -> None:
-    model = build()
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+def train_through(model: nn.Module, average: Any, update: Any, into: Callable[[Any], nn.Module]) -> RankController:
+    """Train through the switch and cuts, where the average stays near the model. into: the average as a model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     late = LateStage(target_size=0.5, start_step=60, steps=40)
-    controller = RankController(model, EarlyStage(size_weight=0.0), late, copies=[ema]).attach(optimizer)
+    controller = RankController(model, EarlyStage(size_weight=0.0), late, copies=[average]).attach(optimizer)
     for step in range(140):
         loss = loss_of(model)
         loss.backward()
@@ -46,11 +44,18 @@ def test_an_average_follows_the_model_through_the_switch_cuts_and_rounding() -> 
         optimizer.zero_grad()
         if step % 20 == 0:
             controller.prune_()
-        ema.update_parameters(model)
+        update(model)
         if step >= 50:
             with torch.no_grad():
-                apart = loss_of(ema) - loss_of(model)
+                apart = loss_of(into(model)) - loss_of(model)
             assert apart < 0.1, f"step {step}: the average's loss is {apart:.2f} above the model's"
+    return controller
+
+
+def test_an_average_follows_the_model_through_the_switch_cuts_and_rounding() -> None:
+    model = build()
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    controller = train_through(model, ema, ema.update_parameters, lambda _: ema)
     controller.meet_target_()
     ema.update_parameters(model)
     assert [p.shape for p in ema.module.parameters()] == [p.shape for p in model.parameters()]
@@ -156,22 +161,7 @@ def test_other_libraries_averages_follow(kind: Callable[[nn.Module], Any], build
     model = build()
     before = sum(p.numel() for p in model.parameters())
     average = kind(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    late = LateStage(target_size=0.5, start_step=60, steps=40)
-    controller = RankController(model, EarlyStage(size_weight=0.0), late, copies=[average]).attach(optimizer)
-    for step in range(140):
-        loss = loss_of(model)
-        loss.backward()
-        controller.observe(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 20 == 0:
-            controller.prune_()
-        average.update(model)
-        if step >= 50:
-            with torch.no_grad():
-                apart = loss_of(average.into(model)) - loss_of(model)
-            assert apart < 0.1, f"step {step}: the average's loss is {apart:.2f} above the model's"
+    train_through(model, average, average.update, average.into)
     assert sum(p.numel() for p in average.into(model).parameters()) < before
 
 

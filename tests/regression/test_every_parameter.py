@@ -122,8 +122,7 @@ def test_rows_of_before_have_layers_only() -> None:
 
 
 def logits(model: nn.Module, **inputs: Tensor) -> Tensor:
-    out: Tensor = model.eval()(input_ids=IDS, **inputs).logits
-    return out
+    return model.eval()(input_ids=IDS, **inputs).logits
 
 
 @pytest.mark.parametrize("make", [falcon, gemma, bart])

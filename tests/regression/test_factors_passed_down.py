@@ -1,7 +1,5 @@
 """Mistakes of shared factors, once each: wrong gradients, frozen layers, mixed-up threads, heaps overrun."""
 
-from __future__ import annotations
-
 import copy
 import signal
 import threading

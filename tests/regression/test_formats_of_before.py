@@ -33,6 +33,8 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.task import Task
 
+from ..helpers.run_folders import records
+
 STORED = Path(__file__).parents[1] / "data" / "before"
 VOCABULARY, LENGTH, BATCH = 24, 6, 4
 
@@ -50,8 +52,7 @@ class Net(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         hidden = F.gelu(self.up(self.embed(input)))
         hidden = hidden + self.more(F.gelu(self.across(hidden)))
-        logits: Tensor = self.head(self.down(hidden))
-        return logits
+        return self.head(self.down(hidden))
 
 
 class Toy(Task):
@@ -124,9 +125,7 @@ def test_a_stored_run_resumes(tmp_path: Path) -> None:
     summary = fit(Toy(), TOY, run, resume=True)
     assert (summary.steps, summary.stopped) == (20, "steps")
     expected = [json.loads(line) for line in (STORED / "went_on.jsonl").read_text().splitlines()]
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kinds = {line["kind"] for line in expected}
-    came = [line for line in logged if line["step"] > 10 and line["kind"] in kinds]
+    came = [line for line in records(run, *(line["kind"] for line in expected)) if line["step"] > 10]
     for line, stored in zip(came, expected, strict=True):
         assert {key: line[key] for key in stored} == {key: near(value) for key, value in stored.items()}
 

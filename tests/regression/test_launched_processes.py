@@ -1,7 +1,5 @@
 """Processes that a launcher starts on CPUs train as one run, or say why they do not; one of them writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.run_folders import records
 from tests.helpers.tiny_run import TINY, words
 
 from comera.cli.main import main
@@ -27,8 +26,7 @@ def options(out: Path, **changes: object) -> list[str]:
 
 
 def losses(run: Path) -> list[tuple[str, int, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["kind"], row["step"], row["loss"]) for row in rows if row["kind"] in ("train", "eval")]
+    return [(row["kind"], row["step"], row["loss"]) for row in records(run, "train", "eval")]
 
 
 @cpu_only
@@ -84,8 +82,7 @@ LM = {
 
 def course(run: Path) -> list[tuple[int, int, float]]:
     """Step, size and loss of every step of training; the last of those that were trained twice."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["size"], row["loss"]) for row in rows if row["kind"] == "train"]
+    return [(row["step"], row["size"], row["loss"]) for row in records(run, "train")]
 
 
 @cpu_only

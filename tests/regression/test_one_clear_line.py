@@ -1,7 +1,5 @@
 """What goes wrong outside of the program is told in one line: interrupts, full disks, odd paths, odd records."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,6 +22,7 @@ from comera.cli.main import main
 from comera.errors import CheckpointError, DataError, TrainingError
 from comera.recipes.data.cache import open_or_make
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
+from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 
 resource = pytest.importorskip("resource")  # not on Windows
@@ -74,44 +73,37 @@ def test_an_interrupted_early_stage_of_dlrm_says_how_to_go_on(tmp_path: Path) ->
     assert (tmp_path / "run" / "early" / "report.html").exists()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_a_disk_that_fills_up_keeps_the_last_checkpoint(file: str, tmp_path: Path) -> None:
-    config = replace(CONFIG, steps=6, eval_every=0, prune_every=0, prune_at_end=False)
-    fit(Tiny(), config, tmp_path / "whole")
-    sizes = {path.name: path.stat().st_size for path in find_checkpoint(tmp_path / "whole").iterdir()}
+def fill_the_disk(room: int, config: TrainConfig, run: Path, message: str) -> None:
+    """Train: from step 5 on no file may be larger than `room`."""
+    full = largest_file(room)
 
     class Filling(Tiny):
         def after_step(self, step: int) -> None:
             if step == 5:
                 full.__enter__()
 
-    full = largest_file(sizes[file] - 64)  # times in trainer.json have more or fewer digits
     try:
-        with pytest.raises(
-            TrainingError, match=r"expected to write the checkpoint of step 6 in .*step-00000003: make room"
-        ):
-            fit(Filling(), config, tmp_path / "run")
+        with pytest.raises(TrainingError, match=message):
+            fit(Filling(), config, run)
     finally:
         full.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint(file: str, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=6, eval_every=0, prune_every=0, prune_at_end=False)
+    fit(Tiny(), config, tmp_path / "whole")
+    sizes = {path.name: path.stat().st_size for path in find_checkpoint(tmp_path / "whole").iterdir()}
+    said = r"expected to write the checkpoint of step 6 in .*step-00000003: make room"
+    fill_the_disk(sizes[file] - 64, config, tmp_path / "run", said)  # times in trainer.json have more or fewer digits
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000003"]
     fit(Tiny(), config, tmp_path / "run", resume=True)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_disk_without_room_for_the_records_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    class Filling(Tiny):
-        def after_step(self, step: int) -> None:
-            if step == 5:
-                full.__enter__()
-
-    full = largest_file(100)
-    try:
-        with pytest.raises(
-            TrainingError, match=r"expected to write the records of the run .*step-0000000[34]: make room"
-        ):
-            fit(Filling(), CONFIG, tmp_path / "run")
-    finally:
-        full.__exit__(None, None, None)
+    said = r"expected to write the records of the run .*step-0000000[34]: make room"
+    fill_the_disk(100, CONFIG, tmp_path / "run", said)
     fit(Tiny(), CONFIG, tmp_path / "run", resume=True)
     fit(Tiny(), CONFIG, tmp_path / "whole")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -142,6 +134,19 @@ def test_what_a_cache_is_made_from_is_not_blamed_on_the_cache(tmp_path: Path) ->
         open_or_make(tmp_path / "data", lambda folder: folder, lambda folder: (tmp_path.parent / "nowhere").read_text())
 
 
+def commands(train: list[str], odd: str) -> dict[str, list[str]]:
+    """What meets an odd path, by where."""
+    return {
+        "train": [*train, "--out", odd],
+        "resume": [*train, "--out", odd, "--resume"],
+        "compare": ["compare", "code-lm", "--out", odd, "--resume"],
+        "inspect": ["inspect", odd],
+        "export": ["export", odd, "--to", "onnx", "--out", "exported"],
+        "cache": [*train, "--data.cache", odd],
+        "data": [*train, "--data.path", odd],
+    }
+
+
 @pytest.mark.parametrize(
     "odd", ["", " ", "~nobodyatall/run", "nul\0byte", "sur\udcffrogate", "file", "file/run", "loop/run", "x" * 300]
 )
@@ -159,15 +164,7 @@ def test_odd_paths_are_one_line(
     Path("loop").symlink_to("loop")
     shared = tmp_path_factory.getbasetemp() / "data of odd paths"
     train = ["train", "code-lm", *options(tmp_path / "run", **{"data.cache": shared})]
-    argv = {
-        "train": [*train, "--out", odd],
-        "resume": [*train, "--out", odd, "--resume"],
-        "compare": ["compare", "code-lm", "--out", odd, "--resume"],
-        "inspect": ["inspect", odd],
-        "export": ["export", odd, "--to", "onnx", "--out", "exported"],
-        "cache": [*train, "--data.cache", odd],
-    }[command]
-    one_line(argv, capsys)
+    one_line(commands(train, odd)[command], capsys)
     assert not Path("run").exists()
     assert Path("file").read_text() == "mine"
 
@@ -179,18 +176,9 @@ def test_an_unreadable_folder_is_one_line(command: str, tmp_path: Path, capsys: 
     closed.mkdir(mode=0o700)
     odd = str(closed / "run")
     train = ["train", "code-lm", *options(tmp_path / "run", **{"data.cache": "/tmp/nobody's cache"})]
-    argv = {
-        "train": [*train, "--out", odd],
-        "resume": [*train, "--out", odd, "--resume"],
-        "compare": ["compare", "code-lm", "--out", odd, "--resume"],
-        "inspect": ["inspect", odd],
-        "export": ["export", odd, "--to", "onnx", "--out", "exported"],
-        "cache": [*train, "--data.cache", odd],
-        "data": [*train, "--data.path", odd],
-    }[command]
     os.seteuid(65_534)
     try:
-        one_line(argv, capsys)
+        one_line(commands(train, odd)[command], capsys)
     finally:
         os.seteuid(0)
 

@@ -1,7 +1,5 @@
 """A run folder has one writer at a time, and a comparison leaves no run behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -77,10 +75,7 @@ def test_stages_hold_the_folder_of_all_runs(tmp_path: Path, monkeypatch: pytest.
     config = dlrm.DLRMTaskConfig(out=str(tmp_path / "all"), train=train)
     task = Tiny()
     monkeypatch.setattr(stages, "fit", lambda *_, **__: pytest.fail("a run began"))
-    with (
-        hold(tmp_path / "all", Accelerator(cpu=True)),
-        pytest.raises(ConfigError, match="in use by process"),
-    ):
+    with hold(tmp_path / "all", Accelerator(cpu=True)), pytest.raises(ConfigError, match="in use by process"):
         stages.fit_stages(config, lambda first: task, resume=True)
     assert not (tmp_path / "all").exists()  # nothing was written, and the empty folder went with its holder
 

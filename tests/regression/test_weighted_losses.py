@@ -1,11 +1,5 @@
 """Micro-batches and processes with unequal numbers of tokens count in a step by their tokens, not one each."""
 
-from __future__ import annotations
-
-import multiprocessing
-import os
-import socket
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +20,8 @@ from comera.trainer.processes import open_accelerator
 from comera.trainer.step import TrainStep
 from comera.trainer.task import Task
 from comera.tt.spec import TTSpec
+
+from ..helpers.launched import launch
 
 VOCABULARY, ROWS, LENGTHS = 11, 3, (2, 9, 5, 4)
 CONFIG = TrainConfig(
@@ -80,28 +76,13 @@ def test_micro_batches_count_by_their_tokens(tmp_path: Path) -> None:
     assert two.held_out_loss == pytest.approx(one.held_out_loss, rel=1e-5)
 
 
-def train_as(rank: int, world: int, port: int, run: str) -> None:
-    warnings.simplefilter("error")
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in launched.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+def train_as(rank: int, world: int, run: str) -> None:
     fit(Lengths(), replace(CONFIG, accumulation=2), run)
-    torch.distributed.destroy_process_group()
 
 
 def test_processes_count_by_their_tokens(tmp_path: Path) -> None:
     fit(Lengths(joined=True), CONFIG, tmp_path / "joined")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__])  # imported once, by the server that forks
-    processes = [context.Process(target=train_as, args=(rank, 2, port, str(tmp_path / "two"))) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    launch(train_as, str(tmp_path / "two"))
     assert_same_run(tmp_path / "two", tmp_path / "joined")
 
 

@@ -21,6 +21,8 @@ import pytest
 import comera
 from comera.cli import main as command_line
 
+from ..helpers.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -112,11 +114,7 @@ def test_notebooks_run_and_print_what_they_show(
 
 def test_notebooks_are_those_of_their_pages() -> None:
     script = ROOT / "docs" / "mkdocs" / "notebooks.py"
-    spec = importlib.util.spec_from_file_location("notebooks", script)
-    assert spec is not None
-    assert spec.loader is not None
-    notebooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(notebooks)
+    notebooks = load_script(script)
     for name, page in notebooks.PAGES.items():
         committed = json.loads((ROOT / "examples" / f"{name}.ipynb").read_text("utf-8"))
         for cell in committed["cells"]:

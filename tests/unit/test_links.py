@@ -1,34 +1,24 @@
 """The benchmark over slow links: it trains in namespaces of its own, leaves nothing behind, and says what it lacks."""
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from ..helpers.scripts import load_script
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SPACES = Path("/run/netns")  # where `ip netns` lists them
 
 
-def network() -> ModuleType:
-    """benchmarks/network.py."""
-    spec = importlib.util.spec_from_file_location("network_of_benchmarks", BENCHMARKS / "network.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def allowed() -> None:
     """Skips where no namespaces can be made."""
-    module = network()
+    module = load_script(BENCHMARKS / "network.py")
     try:
         with module.Network(2, 100, 1):
             pass

@@ -17,38 +17,19 @@ from comera.nn.tensor_train import named_trains
 from comera.pretrained import load_pretrained, read_manifest, save_pretrained
 from comera.rank.prune import prune_
 
-SMALL = TensorizeConfig(linear=TT(order=4, rank=4), embedding=TTM(order=2, rank=4))
-BLOCKS = TensorizeConfig(linear=BTT(rank=2), embedding=TTM(order=2, rank=4))
+from ..helpers.saved_models import BLOCKS, SMALL, Net, assert_same_state, net, state
+
 IDS = torch.tensor([[1, 2, 0], [59, 0, 3]])
-
-
-class Net(nn.Module):
-    def __init__(self, tied: bool = True) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(60, 32, padding_idx=0)
-        self.up = nn.Linear(32, 64)
-        self.down = nn.Linear(64, 32, bias=False)
-        self.norm = nn.BatchNorm1d(32)
-        self.head = nn.Linear(32, 60)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.down(self.up(self.embed(ids)).relu())
-        out: Tensor = self.head(self.norm(x.flatten(0, 1)))
-        return out
 
 
 def trained(config: TensorizeConfig | None = SMALL, tied: bool = True) -> Net:
     """A pruned model in evaluation mode, with values that all differ from those of a fresh one."""
-    torch.manual_seed(1)
-    model = Net(tied)
+    model = net(config, tied=tied)
+    with torch.no_grad():
+        for k, (_, tt) in enumerate(named_trains(model)):
+            tt.rank_params[0][: k + 1] = 0.0
+            tt.rank_params[-1].mul_(1.5)
     if config is not None:
-        tensorize_(model, config)
-        with torch.no_grad():
-            for k, (_, tt) in enumerate(named_trains(model)):
-                tt.rank_params[0][: k + 1] = 0.0
-                tt.rank_params[-1].mul_(1.5)
         prune_(model)
     with torch.no_grad():
         model.head.bias.normal_()
@@ -57,21 +38,7 @@ def trained(config: TensorizeConfig | None = SMALL, tied: bool = True) -> Net:
 
 
 def fresh(tied: bool = True, config: TensorizeConfig | None = None) -> Net:
-    torch.manual_seed(2)
-    model = Net(tied)
-    if config is not None:
-        tensorize_(model, config)
-    return model.eval()
-
-
-def state(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_state(model: nn.Module, want: dict[str, Tensor]) -> None:
-    got = model.state_dict()
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], value) for name, value in want.items())
+    return net(config, seed=2, tied=tied).eval()
 
 
 @pytest.mark.parametrize(

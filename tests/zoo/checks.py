@@ -3,8 +3,6 @@
 The oracle is a dense model of the same configuration whose weights are materialized here, from the tensor trains alone.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import tempfile

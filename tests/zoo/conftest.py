@@ -1,7 +1,5 @@
 """`--zoo-page FILE` writes the table of families and checks, from the results of this run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

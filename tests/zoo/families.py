@@ -3,8 +3,6 @@
 To add a family, add a line. A shortfall that is written here must occur, with this error; docs/zoo.md shows it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -180,8 +178,7 @@ def hugging_face(kind: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         config = without_dropout(AutoConfig.for_model(kind, **sizes))
-        model: nn.Module = getattr(transformers, f"AutoModel{head}").from_config(config)
-        return model
+        return getattr(transformers, f"AutoModel{head}").from_config(config)
 
     return build
 
@@ -195,8 +192,7 @@ class Seq2Seq(nn.Module):
         self.head = nn.Linear(64, 32)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(src, tgt))
-        return out
+        return self.head(self.body(src, tgt))
 
 
 class Recurrent(nn.Module):
@@ -210,8 +206,7 @@ class Recurrent(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(self.table(ids))[0])
-        return out
+        return self.head(self.body(self.table(ids))[0])
 
     def get_input_embeddings(self) -> nn.Module:
         return self.table
@@ -225,8 +220,7 @@ def class_of(where: str, **sizes: Any) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         module, _, name = where.rpartition(".")
-        model: nn.Module = getattr(importlib.import_module(module), name)(**sizes)
-        return model
+        return getattr(importlib.import_module(module), name)(**sizes)
 
     return build
 
@@ -235,8 +229,7 @@ def configured(name: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
     """Builder of a class of transformers that no AutoModel has, and the name of its configuration."""
 
     def build() -> nn.Module:
-        model: nn.Module = getattr(transformers, name)(without_dropout(getattr(transformers, config)(**sizes)))
-        return model
+        return getattr(transformers, name)(without_dropout(getattr(transformers, config)(**sizes)))
 
     return build
 
@@ -345,15 +338,7 @@ FAMILIES: tuple[Family, ...] = (
     masked("longformer", attention_window=[4, 4]),
     masked("modernbert", global_attn_every_n_layers=2, local_attention=4, pad_token_id=0),
     masked("deberta-v2", relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8),
-    causal(
-        "xlnet",
-        tied=True,
-        max_position_embeddings=UNKNOWN,
-        d_model=64,
-        n_layer=2,
-        n_head=4,
-        d_inner=128,
-    ),
+    causal("xlnet", tied=True, max_position_embeddings=UNKNOWN, d_model=64, n_layer=2, n_head=4, d_inner=128),
     masked("squeezebert", embedding_size=64),
     causal("gpt2", tied=True, n_embd=64, n_layer=2, n_head=4, n_positions=64),
     causal("gpt_neo", tied=True, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=4),
@@ -408,19 +393,8 @@ FAMILIES: tuple[Family, ...] = (
     vision("vit", **VISION),
     vision("dinov2", **VISION, mlp_ratio=2),
     vision("swin", image_size=32, patch_size=4, embed_dim=32, depths=[1, 1], num_heads=[2, 4], window_size=4),
-    vision(
-        "convnext",
-        hidden_sizes=[32, 64],
-        depths=[1, 1],
-        num_stages=2,
-        image_size=32,
-        patch_size=4,
-    ),
-    Family(
-        "wav2vec2",
-        hugging_face("wav2vec2", "ForCTC", **SOUND, vocab_size=VOCABULARY),
-        sound,
-    ),
+    vision("convnext", hidden_sizes=[32, 64], depths=[1, 1], num_stages=2, image_size=32, patch_size=4),
+    Family("wav2vec2", hugging_face("wav2vec2", "ForCTC", **SOUND, vocab_size=VOCABULARY), sound),
     Family(
         "clip",
         hugging_face(

@@ -1,7 +1,5 @@
 """docs/zoo.md: the table of families and checks, and the reasons for what falls short."""
 
-from __future__ import annotations
-
 from .checks import CHECKS, LEAST_SHARE
 from .families import FAMILIES
 

@@ -56,8 +56,7 @@ def adapted(kind: str = "dense", rank: int = 4) -> BertForSequenceClassification
 
 
 def loss_of(model: nn.Module) -> Tensor:
-    loss: Tensor = model(IDS, labels=LABELS).loss
-    return loss
+    return model(IDS, labels=LABELS).loss
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, after: Callable[[Tensor], None] = id) -> None:
@@ -224,8 +223,7 @@ def test_a_fused_loss_sees_the_adapter_of_the_head() -> None:
         if fused:
             report = fuse_(model, keep_logits=False)
             assert "lm_head has an adapter" in {row.reason for row in report.left_alone}
-        found: Tensor = model(IDS, labels=IDS).loss
-        return found
+        return model(IDS, labels=IDS).loss
 
     torch.testing.assert_close(loss(fused=True), loss(fused=False))
 

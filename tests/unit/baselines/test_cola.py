@@ -1,7 +1,5 @@
 """CoLA against a plain formula; which layers the baselines take."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Smaller tables against the dense table that each stands for, values and gradients; and their sizes to a budget."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """GaLore's optimizer against its formula in plain algebra, and its state as tensors."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LTE against a plain formula, head by head: its split of the batch, its merge, what it trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

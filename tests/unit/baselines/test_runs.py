@@ -1,7 +1,5 @@
 """Every baseline through `fit`: a run that is stopped resumes to the bit; the reports show what it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from comera.baselines import (
@@ -36,10 +33,11 @@ from comera.recipes.config import RecipeConfig
 from comera.report import compare, inspect, render
 from comera.report.html import layer_table
 from comera.report.run import read_run
-from comera.trainer.checkpoint import checkpoints
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.task import Task
+
+from ...helpers.recipe_runs import assert_same_end
 
 SETTINGS = BaselineConfig(
     galore=GaLore(rank=2, update_proj_gap=3),
@@ -82,12 +80,6 @@ class Toy(Task):
         return len(batch)
 
 
-def end_state(run: Path) -> dict[str, list[float]]:
-    last = checkpoints(run)[-1]
-    files = [load_file(last / name) for name in ("model.safetensors", "optimizer.safetensors")]
-    return {name: value.flatten().tolist() for file in files for name, value in file.items()}
-
-
 @pytest.mark.parametrize("method", CONVERSIONS)
 def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
     config = replace(CONFIG, save_every=1)
@@ -97,7 +89,7 @@ def test_a_stopped_run_resumes_to_the_bit(method: str, tmp_path: Path) -> None:
             fit(Toy(method, stop), config, tmp_path / "run", resume=True)
     again = fit(Toy(method), config, tmp_path / "run", resume=True)
     assert again.held_out_loss == whole.held_out_loss
-    assert end_state(tmp_path / "run") == end_state(tmp_path / "whole")
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
     assert whole.method == method
 
 

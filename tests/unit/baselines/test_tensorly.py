@@ -1,7 +1,5 @@
 """Layers of tensorly-torch against the dense matrix that their cores stand for."""
 
-from __future__ import annotations
-
 import sys
 from math import prod
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line: help from the fields' docs, files and options, one line per mistake, exit codes."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.helpers.run_folders import records
 from tests.helpers.tiny_run import TINY, words
 
 import comera
@@ -38,8 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def losses(folder: Path) -> list[tuple[str, int, float]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["kind"], row["step"], row["loss"]) for row in rows if "loss" in row]
+    return [(row["kind"], row["step"], row["loss"]) for row in records(folder) if "loss" in row]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

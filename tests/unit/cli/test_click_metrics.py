@@ -1,7 +1,5 @@
 """AUC and normalised cross-entropy against their definitions, pair by pair and row by row."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -52,10 +50,7 @@ def test_normalized_entropy_is_relative_to_the_click_rate_alone() -> None:
     ]
     entropy = -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
     assert normalized_entropy(scores, labels) == pytest.approx(sum(losses) / 500 / entropy, rel=1e-6)
-    assert click_metrics(scores, labels) == {
-        "auc": auc(scores, labels),
-        "nce": normalized_entropy(scores, labels),
-    }
+    assert click_metrics(scores, labels) == {"auc": auc(scores, labels), "nce": normalized_entropy(scores, labels)}
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])

@@ -1,7 +1,5 @@
 """`comera generate`: text streams from runs, checkpoints and exports, and every mistake is one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -28,8 +28,7 @@ class Bags(nn.Module):
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
         weights = torch.linspace(-1, 1, ids.numel(), dtype=torch.float64)
         sums = self.mean(ids, offsets) + self.sum(ids, offsets[:-1], weights)
-        out: Tensor = torch.cat([sums, self.sum(ids.view(1, -1)), self.rows(ids)])
-        return out
+        return torch.cat([sums, self.sum(ids.view(1, -1)), self.rows(ids)])
 
 
 @pytest.mark.parametrize("tied", [False, True])

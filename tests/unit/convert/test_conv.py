@@ -1,7 +1,5 @@
 """Models with convolutions: conversion and back, sizes, files, ranks that fall, and what stays dense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

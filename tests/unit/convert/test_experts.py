@@ -1,7 +1,5 @@
 """Models with experts: conversion and back, sizes, files, ranks that fall, and what stays dense."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GptOssConfig,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, MixtralForCausalLM
 
 from comera.convert import BTT, EXPERTS, TT, TTM, PackedConverter, TensorizeConfig, materialize_, tensorize_
 from comera.convert.packed import _CONVERTERS as REGISTERED
@@ -82,8 +74,7 @@ def held(model: nn.Module) -> dict[str, CompressedParameter]:
 
 
 def logits(model: Any) -> Tensor:
-    out: Tensor = model(input_ids=IDS).logits
-    return out
+    return model(input_ids=IDS).logits
 
 
 @families

@@ -24,12 +24,7 @@ import comera
 from comera.errors import ConversionError, WeightError
 from comera.nn.tensor_train import named_trains
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 IDS = {"input_ids": torch.arange(8)[None]}
 
 
@@ -42,8 +37,7 @@ class Tied(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.table(ids))
-        return out
+        return self.head(self.table(ids))
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], float, dict[str, Tensor]]] = {
@@ -200,10 +194,7 @@ def test_memory_without_values_is_refused_until_something_gives_them(form: comer
         return model
 
     x = torch.ones(3, 64)
-    for give in (
-        lambda model: model[0].reset_parameters(),
-        lambda model: model.load_state_dict(make().state_dict()),
-    ):
+    for give in (lambda model: model[0].reset_parameters(), lambda model: model.load_state_dict(make().state_dict())):
         model = on_meta(make).to_empty(device="cpu")
         with pytest.raises(WeightError, match=r"to_empty.*device=.*reset_parameters"):
             model(x)

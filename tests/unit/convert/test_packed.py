@@ -1,7 +1,5 @@
 """Packed weights of nn.MultiheadAttention and XLNet: conversion and back, the fast path, files and exports."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ def held(model: nn.Module) -> dict[str, CompressedParameter]:
 
 
 def logits(model: Any) -> Tensor:
-    out: Tensor = model(input_ids=IDS).logits
-    return out
+    return model(input_ids=IDS).logits
 
 
 def test_a_decoder_whose_copies_hide_their_activation() -> None:
@@ -109,8 +106,7 @@ def test_exports_hold_cores(tmp_path: Path) -> None:
             self.inner = nn.MultiheadAttention(32, 4, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.inner(x, x, x, need_weights=False)[0]
-            return out
+            return self.inner(x, x, x, need_weights=False)[0]
 
     torch.manual_seed(0)
     model = nn.Sequential(Attention(), nn.Linear(32, 64)).eval()

@@ -1,7 +1,5 @@
 """torch's recurrent layers: their matrices are made once for a sequence, in the place of its list of parameters."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

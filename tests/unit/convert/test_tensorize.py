@@ -1,5 +1,6 @@
 """tensorize_: what is converted, what is kept, what is refused."""
 
+import copy
 import json
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import comera
 from comera.convert import BTT, TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, SpecError
 from comera.nn.embedding import TTMEmbedding
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
 
 from ...helpers.small_net import IDS, SMALL, Net, kinds
@@ -225,6 +226,8 @@ def test_a_model_in_which_nothing_matches_is_an_error() -> None:
         tensorize_(nn.Sequential(nn.LayerNorm(4), nn.ReLU()), SMALL)
     with pytest.raises(ConversionError, match=r"all of its 1 layers stay dense. 0 \(Linear 4 -> 4\): would store"):
         tensorize_(nn.Sequential(nn.Linear(4, 4)), SMALL)
+    with pytest.raises(ValueError, match=r"stay dense. 0 .*left dense as configured"):
+        tensorize_(nn.Sequential(nn.Linear(64, 64)), TensorizeConfig(linear=None))
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(8, 8), nn.Embedding(8, 8)])
@@ -333,3 +336,168 @@ def test_the_report_prints_a_table_and_is_json_ready() -> None:
     assert sum(row["dense"] for row in data["rows"] if row["spec"]) == data["dense_tensorized"]
     assert sum(row["stored"] for row in data["rows"] if row["spec"]) == data["tensorized"]
     assert data["rows"][1]["ratio"] == pytest.approx(data["rows"][1]["dense"] / data["rows"][1]["stored"])
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: TT(order=1), SpecError, "TT needs an order of at least 2"),
+        (lambda: TT(order=True), SpecError, "order"),
+        (lambda: TTM(order=0), SpecError, "TTM needs an order of at least 1"),
+        (lambda: TT(rank=0), SpecError, "TT needs rank to be an integer >= 1, a tuple of them or None, got 0"),
+        (lambda: TTM(rank=(1, 0, 1)), SpecError, "TTM needs rank to be an integer >= 1"),
+        (lambda: BTT(rank=0), SpecError, "BTT needs rank to be an integer >= 1 or None, got 0"),
+        (lambda: TT(rank=2.5), SpecError, "got 2.5"),
+        (lambda: TT(rank=()), SpecError, r"got \(\)"),
+        (lambda: TT(in_modes=(4, 0)), SpecError, "in_modes to be a tuple of positive integers or None"),
+        (lambda: TTM(col_modes="8·8"), SpecError, "col_modes to be"),
+        (lambda: TTM(row_modes=(-1, -1)), SpecError, r"integers, one of which may be -1, or None, got \(-1, -1\)"),
+        (lambda: TT(in_modes=(-1, 4)), SpecError, "in_modes to be a tuple of positive integers or None"),
+        (lambda: BTT(rank=(1, 2)), SpecError, r"BTT needs rank to be an integer >= 1 or None, got \(1, 2\)"),
+        (lambda: BTT(rank=True), SpecError, "got True"),
+        (lambda: BTT(blocks=4), SpecError, "blocks to be two integers >= 1 or None, got 4"),
+        (lambda: BTT(blocks=(4, 0)), SpecError, "blocks to be two integers"),
+        (lambda: BTT(blocks=(4, 4, 4)), SpecError, "blocks to be two integers"),
+        (lambda: TensorizeConfig(embedding=BTT()), ConversionError, "embedding must be a TTM or None"),
+        (lambda: TensorizeConfig(linear=TTM()), ConversionError, "linear must be a TT, a BTT or None"),
+        (lambda: TensorizeConfig(embedding=TT()), ConversionError, "embedding must be a TTM or None"),
+        (lambda: TensorizeConfig(overrides={"a": 3}), ConversionError, "overrides must be a mapping"),
+        (lambda: TensorizeConfig(overrides=[("a", None)]), ConversionError, "overrides must be a mapping"),
+        (lambda: TensorizeConfig(tied="yes"), ConversionError, "tied must be 'share' or 'untie', got 'yes'"),
+        (lambda: TensorizeConfig(init="svd"), ConversionError, "init must be"),
+        (lambda: TensorizeConfig(init_std=0.0), ConversionError, "init_std must be"),
+        (lambda: TensorizeConfig(min_ratio=-1), ConversionError, "min_ratio must be"),
+        (lambda: TensorizeConfig(threshold=1.0), ConversionError, "threshold must be in"),
+    ],
+)
+def test_configurations_are_checked_at_construction(
+    make: Callable[[], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_configurations_take_lists_and_keep_their_own_overrides() -> None:
+    assert TT(rank=[1, 2, 1], in_modes=[4], out_modes=[4]) == TT(rank=(1, 2, 1), in_modes=(4,), out_modes=(4,))
+    overrides: dict[str, TT | TTM | None] = {"up": None}
+    config = TensorizeConfig(overrides=overrides)
+    overrides["down"] = None
+    assert config.overrides == {"up": None}
+
+
+def test_given_modes_determine_the_order() -> None:
+    assert TT(rank=3, in_modes=(4, 4), out_modes=(16,)).spec(16, 16).order == 3
+    assert TTM(row_modes=(4, 4), rank=3).spec(16, 16).order == 2
+    assert TT(order=5, rank=3, in_modes=(4, 4)).spec(16, 64).split == 2
+
+
+def test_one_mode_of_a_table_is_what_the_others_leave() -> None:
+    assert TTM(row_modes=(-1, 10), col_modes=(4, -1), rank=3).spec(95, 16).row_modes == (10, 10)
+    plain = TTM.low_rank(5).spec(95, 16)
+    assert (plain.row_modes, plain.col_modes, plain.inner_ranks) == ((95, 1), (1, 16), (5,))
+    assert TTM.low_rank(50).spec(95, 16).inner_ranks == (16,)
+    assert TTM.low_rank().rank is None  # for a ratio
+
+
+def test_blocks_may_be_a_list() -> None:
+    assert BTT(blocks=[2, 4]) == BTT(blocks=(2, 4))  # type: ignore[arg-type]
+    assert hash(BTT(blocks=[2, 4])) == hash(BTT(blocks=(2, 4)))  # type: ignore[arg-type]
+
+
+# --- block tensor trains ----------------------------------------------------------------------------------------------
+
+
+BLOCKS = TensorizeConfig(linear=BTT(rank=2), embedding=TTM(order=2, rank=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_linear_layers_become_blocks_and_come_back(dtype: torch.dtype) -> None:
+    model = Net().to(dtype)
+    bias = model.up.bias
+    report = tensorize_(model, replace(BLOCKS, overrides={"blocks.0": TT(order=4, rank=4), "blocks.1": BTT(1, (4, 6))}))
+    assert kinds(model) == {**kinds(Net()), "embed": "TTMEmbedding", "up": "BTTLinear"} | {
+        "blocks.0": "TTLinear",
+        "blocks.1": "BTTLinear",
+    }
+    assert [str(tt.spec) for _, tt in named_trains(model)][1::2] == ["BTT 4·8 / 8·8 rank 2", "BTT 4·16 / 6·8 rank 1"]
+    assert model.up.bias is bias
+    assert {row.name: row.stored for row in report.rows}["up"] == model.up.tt.spec.numel + model.up.tt.spec.rank_numel
+    assert report.total == sum(p.numel() for p in model.parameters())
+    assert "BTT 4·8 / 8·8 rank 2" in str(report)
+    expected = model(IDS)
+    materialize_(model)
+    assert kinds(model) == kinds(Net())
+    torch.testing.assert_close(model(IDS), expected, **({"rtol": 0.1, "atol": 0.05} if dtype == torch.bfloat16 else {}))
+
+
+def test_blocks_are_decomposed_one_by_one() -> None:
+    model, x = Net().double(), torch.randn(5, 32, dtype=torch.float64)
+    expected = model.up(x)
+    report = tensorize_(model, replace(BLOCKS, linear=BTT(rank=99), min_ratio=0, init="decompose"))
+    torch.testing.assert_close(model.up(x), expected)
+    errors = {row.name: row.error for row in report.rows}
+    assert errors["up"] < 1e-12
+    model = Net()
+    weight = model.up.weight.detach().double()
+    report = tensorize_(model, replace(BLOCKS, init="decompose"))
+    blocks = weight.t().reshape(4, 8, 8, 8).transpose(1, 2)
+    tail = torch.linalg.svdvals(blocks)[..., 2:].norm() / weight.norm()
+    assert {row.name: row.error for row in report.rows}["up"] == pytest.approx(float(tail), rel=1e-4)
+
+
+def test_tied_linear_layers_share_blocks_on_the_meta_device_too() -> None:
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        model[1].weight = model[0].weight
+        tensorize_(model, BLOCKS)
+        assert model[0].tt is model[1].tt
+        assert isinstance(model[0], BTTLinear)
+        assert all(value.device.type == device for value in model.state_dict().values())
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_materialize_gives_the_same_function(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    model = Net().to(dtype).eval()
+    bias = model.up.bias
+    tensorize_(model, SMALL)
+    with torch.no_grad():
+        model.up.tt.rank_params[1][2] = -1.0  # pruned
+        model.blocks[1].bias.fill_(0.3)
+    model.blocks[0].tt.requires_grad_(False)
+    want = model(IDS)
+    assert materialize_(model) is model
+    assert kinds(model) == kinds(Net())
+    torch.testing.assert_close(model(IDS), want, rtol=tolerance, atol=tolerance)
+    assert model.up.bias is bias
+    assert model.embed.padding_idx == 0
+    assert model.embed.weight[0].abs().max() == 0
+    assert [p.requires_grad for p in model.blocks.parameters()] == [False, True, True]
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert not model.up.training
+
+
+def test_materialize_sums_half_precisions_in_float32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64)).to(torch.bfloat16)
+    tensorize_(model, SMALL)
+    want = copy.deepcopy(model[0].tt).to(torch.float64).dense().t()
+    weight = materialize_(model)[0].weight
+    assert weight.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.double(), want, rtol=2**-8, atol=1e-6)
+
+
+def test_materialize_needs_something_to_materialize() -> None:
+    with pytest.raises(ConversionError, match="nothing to materialize in Net"):
+        materialize_(Net())
+    model = nn.Sequential(nn.Linear(64, 64))
+    tensorize_(model, SMALL)
+    with pytest.raises(ConversionError, match="a single TTLinear has no parent"):
+        materialize_(model[0])

@@ -29,8 +29,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.mix(self.embed(ids)).tanh())
-        return out
+        return self.head(self.mix(self.embed(ids)).tanh())
 
 
 def notes(report: TensorizeReport) -> dict[str, str]:

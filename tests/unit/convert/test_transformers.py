@@ -72,8 +72,7 @@ def made(make: object) -> PreTrainedModel:
 
 def logits(model: PreTrainedModel) -> Tensor:
     extra = {"decoder_input_ids": IDS} if isinstance(model, T5ForConditionalGeneration) else {}
-    out: Tensor = model(input_ids=IDS, **extra).logits
-    return out
+    return model(input_ids=IDS, **extra).logits
 
 
 def assert_tied(model: PreTrainedModel) -> None:

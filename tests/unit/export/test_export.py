@@ -1,7 +1,5 @@
 """Exports: each format loads again with the same outputs, or nothing is written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -162,8 +160,7 @@ class Bags(nn.Module):
         self.bag = bag
 
     def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
-        sums: Tensor = self.bag(ids, offsets)
-        return sums
+        return self.bag(ids, offsets)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
@@ -286,8 +283,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.embed(ids))
-        return logits
+        return self.head(self.embed(ids))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,7 +1,5 @@
 """ONNX: onnxruntime computes what the model does, for any batch and length; the graph holds the small cores."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,8 +30,7 @@ def engine(folder: Path) -> onnxruntime.InferenceSession:
 
 def run(folder: Path, inputs: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
     outputs = engine(folder).run(None, {name: value.numpy() for name, value in inputs.items()})
-    first: np.ndarray[Any, Any] = outputs[0]
-    return first
+    return outputs[0]
 
 
 def close(outputs: np.ndarray[Any, Any], wanted: Tensor) -> None:
@@ -98,8 +95,7 @@ class Tables(nn.Module):
         self.head = TTMProjection(ttm_spec(50, 12, order=2, rank=5))
 
     def forward(self, ids: Tensor, bags: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.table(ids) + self.bag(bags).unsqueeze(1))
-        return logits
+        return self.head(self.table(ids) + self.bag(bags).unsqueeze(1))
 
 
 def test_tables_bags_and_heads_for_any_batch_and_length(tmp_path: Path) -> None:
@@ -169,11 +165,7 @@ class Drawing(nn.Module):
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (
-            Unknown(),
-            ConversionError,
-            r"ONNX has no operator for .*eigh.*, which this Unknown uses: export",
-        ),
+        (Unknown(), ConversionError, r"ONNX has no operator for .*eigh.*, which this Unknown uses: export"),
         (Branching(), ConversionError, r"torch\.export cannot trace this Branching"),
         (Drawing(), CheckpointError, "expected the model's outputs to within .* off"),
         (nn.Linear(3, 3).bfloat16(), ConversionError, r"onnxruntime cannot run the graph of this Linear .* in float32"),

@@ -7,14 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2Model,
-    LlamaConfig,
-    LlamaModel,
-)
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 import comera
 from comera.errors import ConversionError
@@ -117,8 +110,7 @@ def test_each_block_runs_as_one_operation(name, monkeypatch):
     made, calls = model(name), []
     for room, operation in (("mlp", mlp), ("qkv", low_rank)):
         monkeypatch.setattr(
-            f"comera.fusion.{room}.{operation.__name__}",
-            lambda *args, o=operation, r=room: calls.append(r) or o(*args),
+            f"comera.fusion.{room}.{operation.__name__}", lambda *args, o=operation, r=room: calls.append(r) or o(*args)
         )
     fuse_(made)
     results(made)

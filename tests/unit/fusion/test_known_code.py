@@ -361,8 +361,7 @@ def test_roberta_prelayernorm_keeps_the_norm_in_its_mlp() -> None:
 def test_a_module_without_the_parts_of_its_code_is_left_alone() -> None:
     class Late(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.down(self.act(self.up(x)))
-            return out
+            return self.down(self.act(self.up(x)))
 
     register_block(Late, MLP("forward", ups=("up",), activation="act", down="down"))
     (row,) = fuse_(Late()).left_alone

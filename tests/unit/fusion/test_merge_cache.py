@@ -1,7 +1,5 @@
 """The merge cache: when tensor trains are merged, when not, and that results stay."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

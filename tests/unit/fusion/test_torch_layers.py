@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comera.export.layers import serving_copy
 from comera.fusion import sums
 from comera.fusion.fuse import fuse_
 from comera.memory.recompute import recompute_
@@ -180,8 +181,7 @@ def test_methods_of_somebody_else_stay() -> None:
     own = first._sa_block
 
     def doubled(*args: Any, **kwargs: Any) -> Tensor:
-        out: Tensor = 2 * own(*args, **kwargs)
-        return out
+        return 2 * own(*args, **kwargs)
 
     first._sa_block = doubled
     second._ff_block = lambda x: torch.zeros_like(x)
@@ -299,3 +299,77 @@ def test_transforms_of_functions() -> None:
     parameters = {name: p.detach() for name, p in made.named_parameters()}
     found = torch.func.vmap(run, (None, 0), randomness="different")(parameters, x)
     assert_near({"out": found}, {"out": exact})
+
+
+# --- evaluation, and the fast path of an encoder layer ----------------------------------------------------------------
+
+
+def padded(out: Tensor, given: dict[str, Any]) -> Tensor:
+    """Without what is said of padding: nested tensors have zeros there."""
+    padding = given.get("src_key_padding_mask", given.get("tgt_key_padding_mask"))
+    return out.detach() if padding is None else out.detach()[~padding]
+
+
+@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor is True:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation(kind: str, norm_first: bool, form: str, ran: Counter[str]) -> None:
+    made = model(kind, form, drop=0.3, nested=kind == "encoder", norm_first=norm_first).eval()
+    plain = copy.deepcopy(made)
+    fuse_(made)
+    full = inputs(kind, masked=True)
+    padding = "src_key_padding_mask" if kind == "encoder" else "tgt_key_padding_mask"
+    for given in (inputs(kind), full, inputs(kind) | {padding: full[padding]}):
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                ran.clear()
+                exact, fast = plain(**given), ran["fast path"]
+                assert bool(fast) == (kind == "encoder" and form == "dense" and not grad)
+                ran.clear()
+                found = made(**given)
+            assert ran["fast path"] == fast  # as it was
+            assert bool(ran["residual norm"]) == (not fast)
+            assert_near({"out": padded(found, given)}, {"out": padded(exact, given)})
+            if fast:
+                assert torch.equal(found, exact)
+        with torch.inference_mode():
+            assert_near({"out": padded(made(**given), given)}, {"out": padded(exact, given)})
+    assert_near(trained(made, full), trained(plain, full))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_nested_tensors(norm_first: bool, hooked: bool, ran: Counter[str]) -> None:
+    layer = model("encoder", "dense", norm_first=norm_first).layers[0].eval()
+    if hooked:  # keeps the layer from its fast path, but not its attention
+        layer.linear1.register_forward_hook(lambda *_: None)
+    nested = torch.nested.nested_tensor([torch.randn(4, 48), torch.randn(6, 48)])
+    with torch.no_grad():
+        exact = layer(nested)
+        fuse_(nn.Sequential(layer))
+        found = layer(nested)
+    assert bool(ran["fast path"]) == (not hooked)
+    for one, other in zip(found.unbind(), exact.unbind(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_layers_take_their_fast_path_with_gradients_enabled(ran: Counter[str]) -> None:
+    made = model("encoder", "dense").eval().requires_grad_(False)
+    exact = made(**inputs("encoder"))
+    fuse_(made)
+    assert torch.equal(made(**inputs("encoder")), exact)
+    assert ran == {"fast path": 2 * LAYERS}
+
+
+def test_a_served_copy_of_a_fused_model() -> None:
+    for kind in KINDS:
+        made = model(kind)
+        fuse_(made)
+        served = serving_copy(made)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                found, exact = served(**inputs(kind)), made.eval()(**inputs(kind))
+            assert_near({"out": found.detach()}, {"out": exact.detach()})

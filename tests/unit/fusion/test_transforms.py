@@ -1,7 +1,5 @@
 """Transforms of torch.func through compressed models, fused or not: they agree with those of the dense model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -167,8 +165,7 @@ def test_the_lazy_weight() -> None:
     parameters = {name: p.detach() for name, p in reads.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        out: Tensor = functional_call(reads, parameters, (x,))
-        return out
+        return functional_call(reads, parameters, (x,))
 
     close(grad(loss)(parameters, x), by_autograd(reads, loss, x))
     close(jacrev(loss, argnums=1)(parameters, x), torch.autograd.functional.jacobian(reads, x))

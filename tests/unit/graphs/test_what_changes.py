@@ -91,8 +91,7 @@ class Tabled(nn.Module):
             if self.table is None:
                 self.table = torch.linspace(0, 1, 16).cos().square()
             hidden = hidden * self.table
-        out: Tensor = self.last(hidden)
-        return out
+        return self.last(hidden)
 
 
 def test_a_table_that_a_branch_makes_once() -> None:
@@ -118,8 +117,7 @@ def test_angles_that_a_longer_text_replaces() -> None:
         return LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="sdpa")).train()
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, labels=ids).loss
-        return found
+        return model(input_ids=ids, labels=ids).loss
 
     lengths = [10] * 5 + [28, 28, 12, 28, 28, 10, 10, 10]
     both = Both(build, loss, [torch.randint(50, (2, n), generator=torch.Generator().manual_seed(n)) for n in lengths])
@@ -144,8 +142,7 @@ class Averaged(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        out: Tensor = self.layer(x)
-        return out
+        return self.layer(x)
 
 
 def test_a_buffer_that_each_forward_replaces() -> None:
@@ -198,8 +195,7 @@ class ReadsWeight(nn.Module):
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(torch.mm(x, self.layer.weight))
-        return out
+        return self.out(torch.mm(x, self.layer.weight))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -397,8 +393,7 @@ class Pair(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x)))
-        return out
+        return self.last(torch.tanh(self.first(x)))
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -464,8 +459,7 @@ class Teacher(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.count(x)
-        out: Tensor = self.layer(x)
-        return out
+        return self.layer(x)
 
     def count(self, x: Tensor) -> None:
         raise NotImplementedError

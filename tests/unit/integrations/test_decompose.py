@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,10 @@ class Folders(NamedTuple):
     def shards(self) -> list[Path]:
         return sorted(self.dense.glob("*.safetensors"))
 
-    def assert_nothing_written(self) -> None:
+    def assert_refused(self, error: type[Exception], message: str, ratio: float = 2) -> None:
+        """With nothing written."""
+        with pytest.raises(error, match=message):
+            convert_folder(self.dense, self.out, ratio=ratio)
         assert [path.name for path in self.dense.parent.iterdir()] == ["dense"]
 
 
@@ -173,28 +177,21 @@ def test_layers_of_another_conversion_are_refused(folders: Folders) -> None:
 # --- refused before anything is written -------------------------------------------------------------------------------
 
 
-def test_a_missing_shard_is_named(folders: Folders) -> None:
-    lost = folders.shards()[2]
-    lost.unlink()
-    with pytest.raises(CheckpointError, match=f"{lost.name} is missing: take another copy"):
-        convert_folder(folders.dense, folders.out, ratio=2)
-    folders.assert_nothing_written()
-
-
-def test_a_truncated_shard_is_named(folders: Folders) -> None:
-    cut = folders.shards()[2]
-    cut.write_bytes(cut.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=f"{cut.name} is truncated or damaged"):
-        convert_folder(folders.dense, folders.out, ratio=2)
-    folders.assert_nothing_written()
-
-
-def test_a_shard_of_another_model_is_named(folders: Folders) -> None:
-    other = folders.shards()[2]
-    save_file({"a": torch.zeros(1)}, other)
-    with pytest.raises(CheckpointError, match=f"{other.name} lacks model"):
-        convert_folder(folders.dense, folders.out, ratio=2)
-    folders.assert_nothing_written()
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (Path.unlink, "is missing: take another copy"),
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:-100]), "is truncated or damaged"),
+        (lambda shard: save_file({"a": torch.zeros(1)}, shard), "lacks model"),
+    ],
+    ids=["missing", "truncated", "of another model"],
+)
+def test_a_shard_that_is_none_of_the_model_is_named(
+    folders: Folders, damage: Callable[[Path], object], said: str
+) -> None:
+    shard = folders.shards()[2]
+    damage(shard)
+    folders.assert_refused(CheckpointError, f"{shard.name} {said}")
 
 
 def test_parts_without_weights_are_named(folders: Folders) -> None:
@@ -205,9 +202,7 @@ def test_parts_without_weights_are_named(folders: Folders) -> None:
     for shard in folders.shards():
         kept = {key: value for key, value in load_file(shard).items() if "layers.1.mlp.up_proj" not in key}
         save_file(kept, shard)
-    with pytest.raises(CheckpointError, match=r"has none for model.layers.1.mlp.up_proj.weight: load it"):
-        convert_folder(folders.dense, folders.out, ratio=2)
-    folders.assert_nothing_written()
+    folders.assert_refused(CheckpointError, r"has none for model.layers.1.mlp.up_proj.weight: load it")
 
 
 def test_weights_that_are_no_numbers_are_named(folders: Folders) -> None:
@@ -225,9 +220,7 @@ def test_an_out_that_exists_is_refused(folders: Folders) -> None:
 
 
 def test_a_ratio_out_of_reach_says_what_is_reachable(folders: Folders) -> None:
-    with pytest.raises(ConversionError, match=r"can become [\d.]+ times smaller at most"):
-        convert_folder(folders.dense, folders.out, ratio=1e6)
-    folders.assert_nothing_written()
+    folders.assert_refused(ConversionError, r"can become [\d.]+ times smaller at most", ratio=1e6)
 
 
 @pytest.mark.parametrize("what", ["disk", "memory"])
@@ -237,9 +230,7 @@ def test_too_little_room_is_said_first(folders: Folders, monkeypatch: pytest.Mon
         monkeypatch.setattr(shutil, "disk_usage", lambda place: usage(10**6, 0, 300_000))
     else:
         monkeypatch.setattr(decompose, "free_memory", lambda device: 300_000)
-    with pytest.raises(ConversionError, match=rf"needs 0\.\d+ GB .*{what}.*, 0\.\d+ are free .*: make room"):
-        convert_folder(folders.dense, folders.out, ratio=2)
-    folders.assert_nothing_written()
+    folders.assert_refused(ConversionError, rf"needs 0\.\d+ GB .*{what}.*, 0\.\d+ are free .*: make room")
 
 
 def test_other_folders_are_refused(folders: Folders, tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ class Block(nn.Module):
         self.up, self.down, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(x + self.down(self.up(x).relu()))
-        return y
+        return self.norm(x + self.down(self.up(x).relu()))
 
 
 class Net(nn.Module):
@@ -60,8 +59,7 @@ class Net(nn.Module):
         x = self.table(ids)
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def build(seed: int = 0, linear: TT | BTT = TRAINS) -> Net:

@@ -1,8 +1,6 @@
 """N-grams in models of transformers: padding, packed documents, caches and all ways to generate, against the full
 forward of each sequence alone; files; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

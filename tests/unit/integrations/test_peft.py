@@ -15,29 +15,16 @@ from comera.errors import ConversionError
 from comera.fusion import fuse_
 from comera.integrations.peft import with_compressed
 
+from ...helpers.small_net import TiedNet
+
 CONFIG = TensorizeConfig(TT(order=4, rank=6), TTM(order=2, rank=6))
 BLOCKS = replace(CONFIG, linear=BTT(1))
 IDS = torch.arange(60).view(6, 10)
 
 
-class Small(nn.Module):
-    """A table, two layers, and a head tied to the table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(60, 32, padding_idx=0)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.head = nn.Linear(32, 60, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.head(self.down(self.up(self.table(ids)).relu()))
-        return found
-
-
-def build(config: TensorizeConfig = CONFIG) -> Small:
+def build(config: TensorizeConfig = CONFIG) -> TiedNet:
     torch.manual_seed(0)
-    model = Small()
+    model = TiedNet(padding_idx=0)
     tensorize_(model, config)
     return model
 
@@ -102,8 +89,7 @@ def test_fused_blocks_see_adapters(fuse_first: bool) -> None:
         model = get_peft_model(model, with_compressed(config)).eval()
         if fused and not fuse_first:
             fuse_(model)
-        found: Tensor = model(IDS).last_hidden_state
-        return found
+        return model(IDS).last_hidden_state
 
     assert (out(fused=False) - bert()(IDS).last_hidden_state).abs().max() > 0.01
     torch.testing.assert_close(out(fused=True), out(fused=False))

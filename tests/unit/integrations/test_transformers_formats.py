@@ -2,14 +2,19 @@
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -26,7 +31,8 @@ from transformers import (
 )
 
 import comera
-from comera.nn.embedding import TTMProjection
+from comera.errors import CheckpointError, ConversionError
+from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 
@@ -253,3 +259,183 @@ def test_other_fusions_of_a_config_stay(tmp_path: Path) -> None:
     assert BertForMaskedLM.from_pretrained(tmp_path).config.fusion_config["patch_embeddings"] is False
     comera.materialize_(model)
     assert model.config.fusion_config == {"patch_embeddings": False}
+
+
+# --- folders that are refused -----------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_offloaded_are_refused(tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path / "model")
+    device_map = {"bert": "cpu", "cls": "disk"}
+    with pytest.raises(CheckpointError, match=r"a device for .*, but device_map offloads it"):
+        AutoModelForMaskedLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "disk"
+        )
+
+
+def test_another_class_of_model_than_the_saved_one(tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    with pytest.raises(
+        CheckpointError, match=r"expected a layer at bert\.\S+ that TT .* got a Linear: its sizes are 64"
+    ):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("load", ["from_pretrained", "load_pretrained"])
+@pytest.mark.parametrize("damage", ["sum", "negative", "missing", "shape"])
+def test_damaged_ranks_of_blocks_are_refused(damage: str, load: str, tmp_path: Path) -> None:
+    compressed_bert(BLOCKS).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("block_ranks"))
+    if damage == "sum":
+        tensors[name][0, 0] += 1
+    elif damage == "negative":
+        tensors[name][0, :2] += torch.tensor([-9, 9], dtype=torch.int32)
+    elif damage == "shape":
+        tensors[name] = tensors[name].flatten()
+    else:
+        del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    calls = {
+        "from_pretrained": lambda: BertForMaskedLM.from_pretrained(tmp_path),
+        "load_pretrained": lambda: comera.load_pretrained(bert(), tmp_path),
+    }
+    with pytest.raises(CheckpointError, match=r"tt.block_ranks to hold|expected cores and gates of bert.encoder"):
+        calls[load]()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda trains: trains[0].pop("spec"), "is damaged"),
+        (lambda trains: trains[0]["spec"].update(row_modes=[8, 8]), "is damaged"),
+        (lambda trains: trains[0].update(names=[]), "is damaged"),
+        (lambda trains: trains[4]["spec"].update(in_modes=[4, 16]), "expected cores and gates of bert.encoder"),
+        (lambda trains: trains.append("train"), "is damaged"),
+    ],
+)
+@pytest.mark.parametrize("load", ["from_pretrained", "load_pretrained"])
+def test_damage_is_refused(change: Any, said: str, load: str, tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(config["quantization_config"]["trains"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    calls = {
+        "from_pretrained": lambda: BertForMaskedLM.from_pretrained(tmp_path),
+        "load_pretrained": lambda: comera.load_pretrained(bert(), tmp_path),
+    }
+    with pytest.raises(CheckpointError, match=said):
+        calls[load]()
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path, max_shard_size="10KB")
+    next(iter(sorted(tmp_path.glob("model-*")))).unlink()
+    with pytest.raises(CheckpointError, match=r"the shard .*model-00001-of.* is missing"):
+        comera.load_pretrained(bert(), tmp_path)
+
+
+def test_formats_for_a_dense_folder_are_refused(tmp_path: Path) -> None:
+    bert().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"call comera\.tensorize_"):
+        AutoModel.from_pretrained(tmp_path, quantization_config=compressed_bert().config.quantization_config)
+
+
+# --- what a program has to import -------------------------------------------------------------------------------------
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = f"folder = {str(folder)!r}\n{code}\n"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
+LOAD = (
+    "model = AutoModelForMaskedLM.from_pretrained(folder)\nprint(type(model.bert.embeddings.word_embeddings).__name__)"
+)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import comera\nfrom transformers import AutoModelForMaskedLM",
+        "from transformers import AutoModelForMaskedLM\nimport comera",
+        "from transformers import AutoModelForMaskedLM\nimport transformers.quantizers\nimport comera",
+        "from transformers import AutoModelForMaskedLM\nimport comera.integrations.transformers",
+    ],
+)
+def test_importing_comera_is_enough(imports: str, tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path)
+    shown = run(f"{imports}\n{LOAD}", tmp_path)
+    assert shown.stdout.strip() == TTMEmbedding.__name__, shown.stderr
+
+
+def test_without_comera_the_error_says_what_to_import(tmp_path: Path) -> None:
+    compressed_bert().save_pretrained(tmp_path)
+    shown = run(f"from transformers import AutoModelForMaskedLM\n{LOAD}", tmp_path)
+    assert shown.returncode == 1
+    assert shown.stderr.splitlines()[-1] == (
+        "ValueError: Unknown fusion type: comera (this model is compressed: `import comera` before from_pretrained)"
+    )
+
+
+def test_a_library_that_is_too_old_is_no_obstacle() -> None:
+    code = """
+import sys, types, warnings
+warnings.simplefilter("error")
+library = types.ModuleType("transformers.quantizers.auto")
+sys.modules |= {"transformers": types.ModuleType("transformers"), library.__name__: library}
+sys.modules["transformers.quantizers"] = types.ModuleType("transformers.quantizers")
+warnings.simplefilter("always")
+import comera
+print(comera.__version__)
+"""
+    shown = run(code, Path())
+    assert shown.returncode == 0
+    assert "comera.integrations.transformers_formats cannot be used" in shown.stderr
+
+
+# --- what others could not read back they do not save -----------------------------------------------------------------
+
+
+class Net(nn.Module, PyTorchModelHubMixin):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+
+def test_a_compressed_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = Net()
+    comera.tensorize_(model, ratio=2)
+    with pytest.raises(ConversionError, match=r"comera\.save_pretrained.*comera\.load_pretrained\(Net"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    comera.save_pretrained(model, tmp_path / "ours")
+    same = comera.load_pretrained(Net(), tmp_path / "ours")
+    assert torch.equal(same.up.weight, model.up.weight)
+
+
+def test_dense_models_are_saved_as_before_and_so_are_those_that_became_dense_again(tmp_path: Path) -> None:
+    model = Net(width=64)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Net.from_pretrained(tmp_path).up.weight, model.up.weight)
+    comera.tensorize_(model, ratio=2)
+    comera.materialize_(model)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Net.from_pretrained(tmp_path).up.weight, model.up.weight)
+
+
+def test_it_holds_whichever_is_imported_first() -> None:
+    code = (
+        "import sys; {0}; import torch; "
+        "m = type('M', (torch.nn.Module, PyTorchModelHubMixin), {{}})(); m.l = torch.nn.Linear(64, 64); "
+        "comera.tensorize_(m, ratio=1.5)\n"
+        "try: m.save_pretrained(sys.argv[1])\n"
+        "except comera.errors.ConversionError: print('refused')"
+    )
+    imports = ["import comera, comera.errors", "from huggingface_hub import PyTorchModelHubMixin"]
+    for order in (imports, imports[::-1]):
+        command = [sys.executable, "-c", code.format("; ".join(order)), "unused"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == "refused\n", done.stderr

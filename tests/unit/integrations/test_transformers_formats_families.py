@@ -46,13 +46,11 @@ PICTURE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 def of(kind: str, sizes: dict[str, Any], auto: Any = AutoModel) -> PreTrainedModel:
     torch.manual_seed(0)
-    made: PreTrainedModel = auto.from_config(AutoConfig.for_model(kind, **sizes)).eval()
-    return made
+    return auto.from_config(AutoConfig.for_model(kind, **sizes)).eval()
 
 
 def first(output: Any) -> Tensor:
-    found: Tensor = output[0]
-    return found
+    return output[0]
 
 
 SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
@@ -163,8 +161,7 @@ class Tied(PreTrainedModel):
         self.post_init()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.down(self.up(self.first(x)).relu()))
-        return y
+        return self.last(self.down(self.up(self.first(x)).relu()))
 
 
 @pytest.mark.parametrize("form", [comera.TT(), comera.BTT()], ids=["tt", "btt"])

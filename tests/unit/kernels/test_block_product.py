@@ -1,5 +1,7 @@
 """The product with block tensor trains against the dense weight in float64, and where it is used."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from comera.tt.blocks import materialize_blocks
 from comera.tt.shapes import btt_spec
 from comera.tt.spec import BTTSpec
 
+from ...helpers.near import assert_all_equal, assert_within
 from ...helpers.specs import ragged
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
@@ -65,16 +68,8 @@ def reference(spec, given, dy):
     return [y, *torch.autograd.grad(y, leaves, dy.double())]
 
 
-def assert_near(found, expected):
-    """To 2e-6 of the largest element, or of 10 where 200 products cancel out: sums of up to 768 float32 products."""
-    assert found.shape == expected.shape
-    largest = max(10.0, float(expected.detach().abs().max())) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * largest)
-
-
-def assert_all_equal(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+# of 10 where 200 products cancel out: sums of up to 768 float32 products
+assert_near = partial(assert_within, share=2e-6, least=10.0)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -131,19 +126,16 @@ def test_weights_that_share_x():
 def test_any_number_of_threads(batch):
     """y and dx to the bit, sums over the batch to rounding; twice with as many threads, all to the bit."""
     given, dy = operands(SPECS[10], batch, gates=True)
-    before, expected = torch.get_num_threads(), reference(SPECS[10], given, dy)
-    try:
-        for threads in (1, 2, 3, 5, 40):
-            torch.set_num_threads(threads)
-            made = run(given, dy)
-            assert_all_equal(run(given, dy), made)
-            if threads == 1:
-                first = made
-            assert_all_equal(made[:2], first[:2])
-            for one, other in zip(made, expected, strict=True):
-                assert_near(one, other)
-    finally:
-        torch.set_num_threads(before)
+    expected = reference(SPECS[10], given, dy)
+    for threads in (1, 2, 3, 5, 40):
+        torch.set_num_threads(threads)
+        made = run(given, dy)
+        assert_all_equal(run(given, dy), made)
+        if threads == 1:
+            first = made
+        assert_all_equal(made[:2], first[:2])
+        for one, other in zip(made, expected, strict=True):
+            assert_near(one, other)
 
 
 def test_nan_and_inf_stay_in_their_row():

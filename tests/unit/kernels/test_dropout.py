@@ -1,7 +1,5 @@
 """Dropout from a seed (random.h, residual_norm.cpp): its random numbers, its masks and its derivatives."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

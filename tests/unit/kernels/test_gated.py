@@ -1,7 +1,5 @@
 """The kernel of activations, gated and not, against float64: values, gradients, odd lengths, layouts, threads."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,11 +16,8 @@ SHAPES = [(5, 1), (5, 3), (1, 7), (4, 33), (3, 768), (40, 700), (2, 3, 5), (1,),
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def reference(dh: Tensor, g: Tensor, u: Tensor, activation: str) -> tuple[Tensor, ...]:

@@ -36,13 +36,6 @@ SIZES = [
 ]
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def exact_results(drows, ids, lefts, rights, gates, limits, paddings, thresholds):
     """Rows and gradients by products in float64, in the order of `lookup_rows_and_gradients`."""
     rows, grads = [], []
@@ -65,8 +58,8 @@ def exact_results(drows, ids, lefts, rights, gates, limits, paddings, thresholds
 
 @pytest.mark.parametrize("tables", [*([each] for each in SIZES), SIZES, SIZES[2:], SIZES[4:7]])
 @pytest.mark.parametrize("count", [1, 3])
-def test_rows_and_gradients_are_those_of_the_oracle(tables, count, threads):
-    threads(count)
+def test_rows_and_gradients_are_those_of_the_oracle(tables, count):
+    torch.set_num_threads(count)
     torch.manual_seed(0)
     operands = lookup_operands(tables)
     found = lookup_rows_and_gradients(*operands)
@@ -99,14 +92,14 @@ def test_gradients_of_rows_that_lie_apart():
     assert all(map(torch.equal, lookup_rows_and_gradients(same, *operands), expected))
 
 
-def test_sums_do_not_depend_on_the_number_of_threads_nor_on_other_tables(threads):
+def test_sums_do_not_depend_on_the_number_of_threads_nor_on_other_tables():
     torch.manual_seed(0)
     tables = [(5000, (60, 70), (4, 4), 21), (50, (3, 2), (2, 2), 3), (3000, (900, 1200), (2, 4), 8)]
     operands = lookup_operands(tables)
-    threads(1)
+    torch.set_num_threads(1)
     alone = lookup_rows_and_gradients(*operands)
     for count in (2, 3, 7, 16):
-        threads(count)
+        torch.set_num_threads(count)
         assert all(map(torch.equal, lookup_rows_and_gradients(*operands), alone))
         by_table = [lookup_rows_and_gradients(*([each[k]] for each in operands)) for k in range(3)]
         rows, grads = [found[0] for found in by_table], [grad for found in by_table for grad in found[1:]]

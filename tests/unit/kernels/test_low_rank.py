@@ -1,5 +1,7 @@
 """The low-rank products against float64, and where they are used."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from comera.kernels.select import LOW_RANK_MOST_RANK as MOST_RANK
 from comera.kernels.select import low_rank_backend
 from comera.memory.replay import contexts
 from comera.ops import low_rank as ours
+
+from ...helpers.near import assert_all_equal, assert_within
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
@@ -43,16 +47,7 @@ def reference(x, as_, bs, dys):
     return [y.detach() for y in ys], torch.autograd.grad(ys, [x, *as_, *bs], [dy.double() for dy in dys])
 
 
-def assert_near(found, expected):
-    """To 2e-6 of the largest element: sums of up to 768 float32 products."""
-    assert found.shape == expected.shape
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * largest)
-
-
-def assert_all_equal(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+assert_near = partial(assert_within, share=2e-6)  # sums of up to 768 float32 products
 
 
 def run(x, as_, bs, dys):
@@ -96,13 +91,10 @@ def test_operands_need_not_be_contiguous():
 
 def test_the_same_to_the_bit_for_any_number_of_threads():
     x, as_, bs, dys = operands(500, 300, [(200, 30), (65, 9)], True)
-    before, made = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 5):
-            torch.set_num_threads(threads)
-            made.append(run(x, as_, bs, dys))
-    finally:
-        torch.set_num_threads(before)
+    made = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        made.append(run(x, as_, bs, dys))
     for each in made[1:]:
         assert_all_equal(each, made[0])
 

@@ -17,13 +17,6 @@ needs_kernels = pytest.mark.skipif(compiler.find() is None, reason="no C++ compi
 SIZES = [(1, 1, 1), (5, 3, 7), (96, 16, 48), (97, 8, 1000), (200, 33, 301), (17, 0, 30), (0, 4, 50)]
 
 
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def operands(rows: int, rank: int, classes: int, bias: bool, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """P, [bias; B] and labels, a third of them ignored."""
     torch.manual_seed(0)
@@ -114,36 +107,24 @@ def test_the_same_threads_make_the_same_bits_and_unwanted_gradients_are_not_made
 @pytest.mark.parametrize("kernels", ["none", "all"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("form", ["factors", "table"])
 def test_the_operation_and_its_gradients(
-    kernels: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+    form: str, kernels: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COMERA_KERNELS", kernels)
     p, b, labels = operands(23, 6, 31, bias)
-    leaves = [t.to(dtype).requires_grad_() for t in (p, b)]
-    loss = low_rank_cross_entropy(*leaves, labels)
-    (3 * loss).backward()
-    losses, *grads = oracle(*leaves, labels)
-    for came, expected in zip((loss, *(t.grad for t in leaves)), (losses.sum(), *(3 * g for g in grads)), strict=True):
-        assert came is not None
-        torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kernels", ["none", "all"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_a_table_and_its_gradients(
-    kernels: str, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COMERA_KERNELS", kernels)
-    p, b, labels = operands(23, 6, 31, bias)
-    leaves = [None if t is None else t.to(dtype).clone().requires_grad_() for t in (p, *as_table(b, bias))]
-    loss = linear_cross_entropy(*leaves, labels)
-    (3 * loss).backward()
     losses, dp, db = oracle(p.to(dtype), b.to(dtype), labels)
-    exact = [losses.sum(), 3 * dp, 3 * db[int(bias) :].t(), *([3 * db[0]] if bias else [])]
-    for came, expected in zip((loss, *(t.grad for t in leaves if t is not None)), exact, strict=True):
-        assert came is not None
-        torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
+    run, given, exact = low_rank_cross_entropy, (p, b), [dp, db]
+    if form == "table":
+        run, given = linear_cross_entropy, (p, *as_table(b, bias))
+        exact = [dp, db[int(bias) :].t(), *([db[0]] if bias else [])]
+    leaves = [None if t is None else t.to(dtype).clone().requires_grad_() for t in given]
+    loss = run(*leaves, labels)
+    (3 * loss).backward()
+    came = (loss, *(t.grad for t in leaves if t is not None))
+    for one, expected in zip(came, (losses.sum(), *(3 * grad for grad in exact)), strict=True):
+        assert one is not None
+        torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_kernels

@@ -1,5 +1,7 @@
 """The MLP kernel against float64: values, all gradients, odd shapes, ranks 0 and 1, with and without bias."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from comera.kernels.cpp.gated import ACTIVATIONS as KERNEL_ACTIVATIONS
 from comera.kernels.cpp.low_rank import low_rank_output
 from comera.kernels.cpp.mlp import mlp, mlp_backward
 from comera.ops.activations import ACTIVATIONS
+
+from ...helpers.near import assert_all_equal, assert_within
 
 pytestmark = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
@@ -61,12 +65,7 @@ def run(x, as_, bs, activation, dz):
     return [z, *mlp_backward(x, p, q, dz, as_, bs, activation, True)]
 
 
-def assert_near(found, expected):
-    """To 4e-6 of the largest element: sums of up to 3,072 float32 products."""
-    assert found.shape == expected.shape
-    assert found.dtype == torch.float32
-    largest = float(expected.abs().max()) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=4e-6 * largest)
+assert_near = partial(assert_within, share=4e-6)  # sums of up to 3,072 float32 products
 
 
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)
@@ -101,20 +100,11 @@ def test_operands_need_not_be_contiguous():
 
 def test_the_same_to_the_bit_each_time():
     x, as_, bs, dz = operands(300, 40, 500, 60, (11,), 12, True)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            first = run(x, as_, bs, "gelu", dz)
-            for _ in range(3):
-                assert_all_equal(run(x, as_, bs, "gelu", dz), first)
-    finally:
-        torch.set_num_threads(before)
-
-
-def assert_all_equal(found, expected):
-    assert len(found) == len(expected)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        first = run(x, as_, bs, "gelu", dz)
+        for _ in range(3):
+            assert_all_equal(run(x, as_, bs, "gelu", dz), first)
 
 
 @pytest.mark.parametrize("activation", KERNEL_ACTIVATIONS)

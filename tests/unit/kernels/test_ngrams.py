@@ -1,7 +1,5 @@
 """The kernel of n-grams: against float64 with all gradients, threads, what it refuses, and who uses it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -34,7 +32,6 @@ SPECS = [
 @pytest.mark.parametrize("pruned", [0.0, 0.4])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_features_and_gradients_are_those_of_float64(spec, pruned, threads):
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     exact = [table.requires_grad_() for table in init_cores(spec, 1.0, dtype=torch.float64)[:-1]]
@@ -51,7 +48,6 @@ def test_features_and_gradients_are_those_of_float64(spec, pruned, threads):
         needs = torch.cat([(g != 0) for g in gates]).to(dtype)  # what P reads
         dy = torch.randn(e.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype) * needs
         results.append([e * needs, *torch.autograd.grad(e, leaves, dy)])
-    torch.set_num_threads(before)
     for found, expected in zip(*reversed(results), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 

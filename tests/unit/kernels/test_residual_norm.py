@@ -1,10 +1,7 @@
 """The residual norm kernel: against float64, and in the models that use it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,11 +30,8 @@ SHAPES = [(5, 9, 768), (3, 767), (40, 64), (70, 7), (6, 1), (2, 3, 100), (1, 500
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
+def two_threads() -> None:
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def seed(number: int = 5) -> Tensor:

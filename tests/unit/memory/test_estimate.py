@@ -25,8 +25,7 @@ class MLP(nn.Module):
         self.first, self.last = nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, OUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(torch.tanh(self.first(x)))
-        return out
+        return self.last(torch.tanh(self.first(x)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -87,8 +87,7 @@ def autoencoding(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def averaging(model: nn.Module, x: Tensor) -> Tensor:
-    out: Tensor = model(x).square().mean()
-    return out
+    return model(x).square().mean()
 
 
 def texts(samples: int) -> dict[str, Tensor]:

@@ -119,8 +119,7 @@ def loss_of(model: Any) -> Tensor:
         out = model(torch.linspace(-1, 1, BATCH * 3 * 256).sin().view(BATCH, 3, 16, 16)).last_hidden_state
     else:
         out = model(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 7 % VOCABULARY).last_hidden_state
-    loss: Tensor = out.square().mean() + out[..., 0].mean()
-    return loss
+    return out.square().mean() + out[..., 0].mean()
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

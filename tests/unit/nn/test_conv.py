@@ -1,7 +1,5 @@
 """TTConv against torch's convolutions with the materialized weight, in float64."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -140,8 +140,7 @@ def test_wrong_arguments_are_refused(make: Callable[[], nn.Module], message: str
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [TTLinear(TT_SPEC), BTTLinear(BTT_SPEC), TTMEmbedding(TTM_SPEC, 3), TTMProjection(TTM_SPEC, False, 3)],
+    "layer", [TTLinear(TT_SPEC), BTTLinear(BTT_SPEC), TTMEmbedding(TTM_SPEC, 3), TTMProjection(TTM_SPEC, False, 3)]
 )
 def test_rank_zero_gives_the_constant_bias(layer: CompressedLayer) -> None:
     spec = layer.tt.spec.with_ranks(0)

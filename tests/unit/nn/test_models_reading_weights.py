@@ -1,7 +1,5 @@
 """Models of transformers whose forward reads the weight of its layers, under autocast."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

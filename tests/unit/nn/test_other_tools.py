@@ -1,8 +1,6 @@
 """Compressed layers under torch.jit.trace, torch.jit.script, torch.fx and the ONNX exporter of TorchScript, and with
 sparse and nested inputs: as dense layers do, or an error that says why not and what to do."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parameters that modules read themselves, as tensor trains: values, gradients, memory, copies and writes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

@@ -22,13 +22,6 @@ from ...helpers.specs import ttm
 needs_kernel = pytest.mark.skipif(compiler.find() is None, reason="no C++ compiler")
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def some_tables(dtype=torch.float32):
     """Tables of every kind, in an order that mixes them; some gates are pruned."""
     torch.manual_seed(0)
@@ -105,10 +98,10 @@ def test_rows_and_gradients_are_those_of_the_dense_tables(batch, kernels, monkey
 
 @pytest.mark.parametrize("batch", [0, 1, 300])
 @pytest.mark.parametrize("count", [1, 2])
-def test_equal_to_each_table_by_itself_to_the_bit(batch, count, threads):
+def test_equal_to_each_table_by_itself_to_the_bit(batch, count):
     tables = some_tables()
     ids = some_ids(tables, batch)
-    threads(count)
+    torch.set_num_threads(count)
     alone = with_gradients(one_by_one(tables, ids), tables)
     for few in (slice(None), slice(1), slice(2, 3), slice(10, 12), slice(0)):
         found = lookup_tables(tables[few], ids[:, few])
@@ -124,11 +117,11 @@ def test_equal_to_each_table_by_itself_to_the_bit(batch, count, threads):
 
 
 @needs_kernel
-def test_sums_do_not_depend_on_the_number_of_threads(threads):
+def test_sums_do_not_depend_on_the_number_of_threads():
     tables = nn.ModuleList(some_tables()[k] for k in (0, 1, 3, 5, 6, 7, 10, 11))  # none of torch's work
     ids, found = some_ids(tables, 700), []
     for count in (1, 2, 5):
-        threads(count)
+        torch.set_num_threads(count)
         found.append(with_gradients(lookup_tables(tables, ids), tables))
         assert all(map(torch.equal, found[-1], found[0]))
 

@@ -1,7 +1,5 @@
 """`layer.weight` of compressed layers: reading, differentiating, and never a write that is lost."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -102,8 +102,7 @@ class Block(nn.Module):
         return nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
 
     def mlp(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down(self.act(self.up(x)))
-        return found
+        return self.down(self.act(self.up(x)))
 
 
 CONFIG = TensorizeConfig(TT(order=4, rank=6, activation="silu"))

@@ -1,7 +1,5 @@
 """ttm_bag against F.embedding_bag over the float64 dense oracle: options, gradients, weights, padding, wrong bags."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,37 +10,10 @@ from comera.ops.lookup import ttm_bag
 from comera.ops.planner.plan import plan_lookup
 from comera.tt.dense import materialize
 
+from ...helpers.lookups import SPECS, cores_of, each_option, some_ids
 from ...helpers.specs import ttm
 
-SPECS = [
-    ttm((7,), (5,), 1),
-    ttm((4, 5), (3, 2), 4, pad_rows=3),
-    ttm((3, 4, 2), (2, 3, 2), 3, pad_rows=5, pad_cols=1),
-    ttm((4, 5), (3, 2), 0),
-    ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
-    ttm((3, 2, 2, 3), (1, 2, 2, 1), 4, pad_rows=2),
-]
-CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
-PARTS = [(spec, option) for spec, option in CASES if option.strategy != "dense"]
-
-
-def each(cases):
-    return pytest.mark.parametrize(
-        ("spec", "option"), cases, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in cases]
-    )
-
-
-def cores_of(spec, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in spec.core_shapes]
-    return [(core / math.sqrt(max(1, core.shape[0]))).to(dtype).requires_grad_() for core in cores]
-
-
-def some_ids(spec, *shape):
-    ids = torch.randint(0, spec.num_embeddings, shape, generator=torch.Generator().manual_seed(1))
-    if ids.numel() > 2:
-        ids.view(-1)[:2] = torch.tensor([0, spec.num_embeddings - 1])
-    return ids
+TABLES = [*SPECS, ttm((3, 2, 2, 3), (1, 2, 2, 1), 4, pad_rows=2)]
 
 
 def some_weights(*shape):
@@ -70,7 +41,7 @@ def assert_as_dense(spec, ids, offsets, plan=None, *, mode="sum", weights=None, 
     torch.testing.assert_close(with_gradients(found, leaves), with_gradients(exact, leaves), rtol=1e-10, atol=1e-10)
 
 
-@each(CASES)
+@each_option(TABLES)
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("padding_idx", [None, 1, -1])
 def test_agrees_with_the_dense_table(spec, option, mode, padding_idx):
@@ -80,7 +51,7 @@ def test_agrees_with_the_dense_table(spec, option, mode, padding_idx):
     assert_as_dense(spec, some_ids(spec, 4, 3), None, force(spec, option), mode=mode, padding_idx=padding_idx)
 
 
-@each(CASES)
+@each_option(TABLES)
 @pytest.mark.parametrize("padding_idx", [None, 0])
 def test_weights_and_their_gradients(spec, option, padding_idx):
     offsets = torch.tensor([0, 2, 2, 7])
@@ -89,7 +60,7 @@ def test_weights_and_their_gradients(spec, option, padding_idx):
     assert_as_dense(spec, some_ids(spec, 5, 2), None, plan, weights=some_weights(5, 2), padding_idx=padding_idx)
 
 
-@each(CASES)
+@each_option(TABLES)
 def test_no_ids_give_zeros(spec, option):
     none, plan = torch.empty(0, dtype=torch.int64), force(spec, option)
     assert_as_dense(spec, none, torch.tensor([0, 0]), plan, weights=some_weights(0))
@@ -100,7 +71,7 @@ def test_no_ids_give_zeros(spec, option):
     assert torch.equal(found, torch.zeros(3, spec.embedding_dim, dtype=torch.float64))
 
 
-@each(CASES)
+@each_option(TABLES)
 def test_only_padding_gives_zeros_and_no_gradient(spec, option):
     cores, ids = cores_of(spec), torch.full((2, 3), 2)
     sums = ttm_bag(ids, None, spec, cores, mode="mean", padding_idx=2, plan=force(spec, option))
@@ -108,7 +79,7 @@ def test_only_padding_gives_zeros_and_no_gradient(spec, option):
     assert all(torch.count_nonzero(grad) == 0 for grad in torch.autograd.grad(sums.sum(), cores))
 
 
-@each(PARTS)
+@each_option(TABLES, dense=False)
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     ids, offsets, plan = some_ids(spec, 6), torch.tensor([0, 2, 2]), force(spec, option)
 
@@ -120,7 +91,7 @@ def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     assert torch.autograd.gradgradcheck(bags, operands, fast_mode=True)
 
 
-@each(PARTS)
+@each_option(TABLES, dense=False)
 def test_chunks_of_one_block_give_the_same(spec, option, monkeypatch):
     monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     offsets = torch.tensor([0, 9, 30])

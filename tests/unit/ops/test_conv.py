@@ -1,7 +1,5 @@
 """tt_conv against torch's convolutions with the dense kernel, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -49,8 +47,7 @@ class Case:
 
     @property
     def groups(self) -> int:
-        groups: int = self.settings.get("groups", 1)
-        return groups
+        return self.settings.get("groups", 1)
 
     def operands(self, batch: tuple[int, ...] = (2,), dtype: torch.dtype = F64) -> list[Tensor]:
         """x, bias, cores and then gates, one of which in each vector of two or more is pruned."""
@@ -70,8 +67,7 @@ class Case:
     def dense(self, x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
         cores, gates = tensors[: self.spec.order], tensors[self.spec.order :]
         weight = materialize(self.spec, absorb(cores, [d * (d > 0.01) for d in gates]))
-        y: Tensor = DENSE[len(self.kernel)](x, weight.t().reshape(self.outs, -1, *self.kernel), bias, **self.settings)
-        return y
+        return DENSE[len(self.kernel)](x, weight.t().reshape(self.outs, -1, *self.kernel), bias, **self.settings)
 
 
 CASES = [

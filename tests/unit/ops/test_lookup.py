@@ -1,7 +1,5 @@
 """ttm_lookup against nn.Embedding over the float64 dense oracle: every option, gradients, padding, wrong ids."""
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,43 +7,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from comera.errors import IdError, SpecError
 from comera.ops import chunking
-from comera.ops.lookup import rows, ttm_lookup
+from comera.ops.lookup import rows, ttm_bag, ttm_lookup
+from comera.ops.lookup.rows import separate_rows
 from comera.ops.planner.plan import plan_lookup
-from comera.tt.dense import materialize
+from comera.tt.dense import absorb, materialize
 from comera.tt.spec import TTMSpec
 
+from ...helpers.lookups import SPECS, cores_of, each_option, some_ids
 from ...helpers.oracle import signal_to_noise
 from ...helpers.oracle import values_and_gradients as of_tensors
 from ...helpers.specs import ttm
 
-SPECS = [
-    ttm((7,), (5,), 1),
-    ttm((4, 5), (3, 2), 4, pad_rows=3),
-    ttm((3, 4, 2), (2, 3, 2), 3, pad_rows=5, pad_cols=1),
-    ttm((4, 5), (3, 2), 0),
-    ttm((2, 3, 2, 2), (2, 1, 2, 3), 1, pad_rows=1),
+TABLES = [
+    *SPECS,
     ttm((2, 2, 2, 2, 2, 2), (1, 2, 1, 2, 1, 2), 4),
     ttm((7, 1), (1, 6), 4),  # plain low rank
     ttm((3, 2, 1), (2, 1, 3), 2, pad_rows=1),
 ]
-CASES = [(spec, option) for spec in SPECS for option in plan_lookup(spec, 8).options]
-each_option = pytest.mark.parametrize(
-    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in CASES]
-)
-
-
-def cores_of(spec, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    cores = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in spec.core_shapes]
-    return [(core / math.sqrt(max(1, core.shape[0]))).to(dtype).requires_grad_() for core in cores]
-
-
-def some_ids(spec, shape, dtype=torch.int64):
-    """Repeated ids, the first and the last row among them where there is room."""
-    ids = torch.randint(0, spec.num_embeddings, shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    if ids.numel() > 2:
-        ids.view(-1)[:2] = torch.tensor([0, spec.num_embeddings - 1])
-    return ids
 
 
 def force(spec, option, padding_idx=None):
@@ -57,37 +35,37 @@ def values_and_gradients(function, ids, cores):
     return of_tensors(lambda *cores: function(ids, *cores), cores)
 
 
-@each_option
+@each_option(TABLES)
 @pytest.mark.parametrize("shape", [(), (1,), (40,), (0,), (3, 5), (2, 0, 3)], ids=str)
 def test_agrees_with_the_dense_table(spec, option, shape):
-    ids, cores = some_ids(spec, shape), cores_of(spec)
+    ids, cores = some_ids(spec, *shape), cores_of(spec)
     found = values_and_gradients(force(spec, option), ids, cores)
     exact = values_and_gradients(lambda ids, *cores: materialize(spec, cores)[ids], ids, cores)
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
-@each_option
+@each_option(TABLES)
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
-    ids, cores = some_ids(spec, (2, 3)), cores_of(spec)
+    ids, cores = some_ids(spec, 2, 3), cores_of(spec)
     assert torch.autograd.gradcheck(lambda *c: force(spec, option)(ids, *c), cores, fast_mode=True)
     assert torch.autograd.gradgradcheck(lambda *c: force(spec, option, 0)(ids, *c), cores, fast_mode=True)
 
 
 def test_full_gradcheck_of_two_parts():
     spec = SPECS[1]
-    ids, cores, option = some_ids(spec, (6,)), cores_of(spec), plan_lookup(spec, 8).options[0]
+    ids, cores, option = some_ids(spec, 6), cores_of(spec), plan_lookup(spec, 8).options[0]
     assert torch.autograd.gradcheck(lambda *c: force(spec, option, 3)(ids, *c), cores)
 
 
-@each_option
+@each_option(TABLES)
 def test_chunks_of_one_id_give_the_same(spec, option, monkeypatch):
-    ids, cores = some_ids(spec, (9,)), cores_of(spec)
+    ids, cores = some_ids(spec, 9), cores_of(spec)
     whole = values_and_gradients(force(spec, option), ids, cores)
     monkeypatch.setattr(chunking, "CHUNK_CPU", 1)
     torch.testing.assert_close(values_and_gradients(force(spec, option), ids, cores), whole, rtol=1e-12, atol=1e-12)
 
 
-@each_option
+@each_option(TABLES)
 @pytest.mark.parametrize("padding_idx", [0, -1, 1])
 def test_padding_row_is_zero_and_passes_no_gradient(spec, option, padding_idx):
     row = padding_idx % spec.num_embeddings
@@ -104,7 +82,7 @@ def test_padding_row_is_zero_and_passes_no_gradient(spec, option, padding_idx):
 
 def test_padding_is_that_of_nn_embedding():
     spec = SPECS[1]
-    ids, cores = some_ids(spec, (4, 6)), cores_of(spec)
+    ids, cores = some_ids(spec, 4, 6), cores_of(spec)
     table = materialize(spec, cores).detach()
     dense = torch.nn.Embedding(*spec.shape, padding_idx=-2, _weight=table.clone())
     with torch.no_grad():
@@ -122,7 +100,7 @@ def test_only_padding_gives_zero_gradients():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_integer_ids_in_any_layout(dtype):
     spec = SPECS[2]
-    ids, cores = some_ids(spec, (4, 6), dtype).t(), cores_of(spec)
+    ids, cores = some_ids(spec, 4, 6, dtype=dtype).t(), cores_of(spec)
     for option in plan_lookup(spec, 8).options:
         y = force(spec, option)(ids, *cores)
         torch.testing.assert_close(y, materialize(spec, cores)[ids.long()], rtol=1e-10, atol=1e-10)
@@ -173,7 +151,7 @@ def test_wrong_cores_are_named():
 
 def test_keeps_only_the_parts_and_the_ids():
     spec = ttm((16, 16), (8, 8), 8)
-    ids, cores = some_ids(spec, (4096,)), cores_of(spec)
+    ids, cores = some_ids(spec, 4096), cores_of(spec)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ttm_lookup(ids, spec, cores, plan=plan_lookup(spec, 4096).using("two_parts"))
@@ -216,7 +194,7 @@ def test_pairs_that_share_a_part_are_multiplied_together(monkeypatch):
 @pytest.mark.parametrize(("dtype", "decibels"), [(torch.bfloat16, 54), (torch.float16, 72)])
 def test_low_precision_rounds_once(dtype, decibels):
     spec = ttm((5, 4, 10, 10), (4, 2, 3, 4), 32, pad_rows=7)
-    low, ids = cores_of(spec, dtype), some_ids(spec, (500,))
+    low, ids = cores_of(spec, dtype), some_ids(spec, 500)
     double = [core.detach().double().requires_grad_() for core in low]
     found = values_and_gradients(lambda ids, *cores: ttm_lookup(ids, spec, cores), ids, low)
     exact = values_and_gradients(lambda ids, *cores: F.embedding(ids, materialize(spec, cores)), ids, double)
@@ -227,7 +205,7 @@ def test_low_precision_rounds_once(dtype, decibels):
 
 def test_autocast_leaves_the_lookup_alone():
     spec = SPECS[2]
-    ids, cores = some_ids(spec, (40,)), cores_of(spec, torch.float32)
+    ids, cores = some_ids(spec, 40), cores_of(spec, torch.float32)
     for option in plan_lookup(spec, 8).options:
         outside = values_and_gradients(force(spec, option), ids, cores)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -263,8 +241,115 @@ def test_gates_never_meet_the_rows_of_a_table_of_plain_low_rank():
     spec = ttm((97, 1), (1, 6), 4)
     cores, gates = cores_of(spec), torch.rand(4, dtype=torch.float64, requires_grad=True)
     with LargestProduct() as products:
-        rows = ttm_lookup(some_ids(spec, (20,)), spec, cores, gates=[gates])
+        rows = ttm_lookup(some_ids(spec, 20), spec, cores, gates=[gates])
         rows.sum().backward()
     assert 0 < products.elements <= cores[1].numel()
     exact = materialize(spec, [cores[0].detach() * gates.detach(), cores[1].detach()])
-    torch.testing.assert_close(rows.detach(), exact[some_ids(spec, (20,))])
+    torch.testing.assert_close(rows.detach(), exact[some_ids(spec, 20)])
+
+
+# --- rows of pairs that all differ, and gates apart from the cores ----------------------------------------------------
+
+
+PAIRED = [
+    ttm((7,), (5,), 1),
+    ttm((4, 5), (3, 2), 4, pad_rows=3, pad_cols=1),
+    ttm((4, 5), (3, 2), 0),
+    ttm((3, 4, 2), (2, 3, 2), 3, pad_rows=5),
+    ttm((3, 2, 2, 3), (1, 2, 2, 1), 4),
+]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def train_of(spec):
+    """Cores and gates; one gate between each two cores is zero, as pruned ones are."""
+    cores = [normal(*shape, seed=k) for k, shape in enumerate(spec.core_shapes)]
+    gates = [normal(rank, seed=k) for k, rank in enumerate(spec.inner_ranks)]
+    for gates_R in gates:
+        gates_R.data[1:2] = 0
+    return cores, gates
+
+
+def any_ids(spec, *shape):
+    return torch.randint(0, spec.num_embeddings, shape, generator=torch.Generator().manual_seed(1))
+
+
+def with_gradients(y, leaves):
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return [y, *torch.autograd.grad(y, leaves, dy)]
+
+
+def assert_equal(found, exact, leaves):
+    assert found.shape == exact.shape
+    torch.testing.assert_close(with_gradients(found, leaves), with_gradients(exact, leaves), rtol=1e-10, atol=1e-10)
+
+
+@each_option(PAIRED)
+@pytest.mark.parametrize("blocks_from", [0, 10**9])
+def test_gates_may_stay_apart_from_the_cores(spec, option, blocks_from, monkeypatch):
+    monkeypatch.setattr(rows, "BLOCKS_FROM", blocks_from)
+    (cores, gates), plan, ids = train_of(spec), plan_lookup(spec, 8).using(option.ends), any_ids(spec, 50)
+    leaves = [*cores, *gates]
+    exact = materialize(spec, absorb(cores, gates))[ids]
+    assert_equal(ttm_lookup(ids, spec, cores, gates=gates, plan=plan), exact, leaves)
+    offsets = torch.tensor([0, 0, 3, 40])
+    found = ttm_bag(ids, offsets, spec, cores, mode="sum", gates=gates, plan=plan)
+    exact = F.embedding_bag(ids, materialize(spec, absorb(cores, gates)), offsets, mode="sum")
+    assert_equal(found, exact, leaves)
+
+
+@each_option(PAIRED)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding_idx", [None, 1, -1])
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_bags_of_one_id(spec, option, mode, padding_idx, count):
+    (cores, gates), plan, ids = train_of(spec), plan_lookup(spec, 8).using(option.ends), any_ids(spec, count, 1)
+    settings = {"mode": mode, "padding_idx": padding_idx}
+    if count:
+        ids[0] = spec.num_embeddings - 1
+    weights = normal(count, 1, seed=7) if mode == "sum" else None
+    leaves = [*cores, *gates, *([] if weights is None else [weights])]
+    found = ttm_bag(ids, None, spec, cores, gates=gates, plan=plan, per_sample_weights=weights, **settings)
+    table = materialize(spec, absorb(cores, gates))
+    assert_equal(found, F.embedding_bag(ids, table, per_sample_weights=weights, **settings), leaves)
+
+
+@pytest.mark.parametrize("kernels", ["all", "none"])
+@pytest.mark.parametrize("spec", [*PAIRED, ttm((3, 4, 2), (1, 3, 1), 3), ttm((3, 1, 2), (2, 3, 1), 1)], ids=str)
+def test_gradients_have_the_strides_of_their_cores(spec, kernels, monkeypatch):
+    monkeypatch.setenv("COMERA_KERNELS", kernels)
+    for option in plan_lookup(spec, 8).options:
+        for count in (3, 60):
+            cores = [torch.randn(shape, requires_grad=True) for shape in spec.core_shapes]
+            rows = ttm_lookup(any_ids(spec, count), spec, cores, plan=plan_lookup(spec, 8).using(option.ends))
+            rows.square().sum().backward()
+            assert [core.grad.stride() for core in cores] == [core.stride() for core in cores]
+
+
+@each_option(PAIRED)
+def test_first_and_second_derivatives_of_pairs_pass_gradcheck(spec, option):
+    (cores, gates), plan, ids = train_of(spec), plan_lookup(spec, 8).using(option.ends), any_ids(spec, 6)
+
+    def look_up(*leaves):
+        return ttm_lookup(ids, spec, leaves[: spec.order], gates=leaves[spec.order :], padding_idx=0, plan=plan)
+
+    assert torch.autograd.gradcheck(look_up, (*cores, *gates), fast_mode=True)
+    assert torch.autograd.gradgradcheck(look_up, (*cores, *gates), fast_mode=True)
+
+
+@pytest.mark.parametrize("small", [0, rows.SMALL])
+@pytest.mark.parametrize("chunk", [1, chunking.CHUNK_CPU])
+@pytest.mark.parametrize(("x", "y", "rank"), [(3, 2, 4), (1, 5, 1), (2, 3, 0)])
+def test_rows_of_pairs_in_chunks_and_by_both_kinds_of_product(small, chunk, x, y, rank, monkeypatch):
+    monkeypatch.setattr(rows, "SMALL", small)
+    monkeypatch.setattr(chunking, "CHUNK_CPU", chunk)
+    left, right = normal(6, x, rank), normal(rank, 4, y, seed=1)  # a table may be a view with its rank first
+    i, k = torch.tensor([0, 2, 2, 5]), torch.tensor([3, 0, 1, 3])
+    right_MYR = right.permute(1, 2, 0)
+    exact = (left[i] @ right_MYR[k].mT).reshape(4, x * y)
+    assert_equal(separate_rows(i, k, left, right_MYR), exact, [left, right])
+    assert separate_rows(i[:0], k[:0], left, right_MYR).shape == (0, x * y)
+    assert torch.autograd.gradgradcheck(lambda a, b: separate_rows(i, k, a, b.permute(1, 2, 0)), (left, right))

@@ -1,7 +1,5 @@
 """Batched merges of tensor trains against each train merged by the dense formula."""
 
-from __future__ import annotations
-
 from math import prod
 
 import pytest

@@ -12,6 +12,7 @@ from comera.ops.planner.plan import plan_projection
 from comera.ops.projection import ttm_linear
 from comera.tt.dense import materialize, zero_row
 
+from ...helpers.lookups import each_option
 from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
 from ...helpers.specs import force, ttm
 
@@ -26,13 +27,10 @@ SPECS = [
     ttm((4, 2, 1), (1, 1, 6), 3, pad_rows=1, pad_cols=1),  # low rank, of three cores
     ttm((3, 2, 1), (2, 1, 3), 2, pad_rows=1),
 ]
-CASES = [(spec, option) for spec in SPECS for option in plan_projection(spec, 8).options]
-each_option = pytest.mark.parametrize(
-    ("spec", "option"), CASES, ids=[f"{spec}-{option.strategy}-{option.ends}" for spec, option in CASES]
-)
+every_option = each_option(SPECS, plan_projection)
 
 
-@each_option
+@every_option
 @pytest.mark.parametrize("lead", [(), (1,), (7,), (0,), (2, 3)], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
@@ -43,7 +41,7 @@ def test_agrees_with_the_dense_oracle(spec, option, lead, bias):
     assert found[0].is_contiguous()
 
 
-@each_option
+@every_option
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 def test_the_padding_row_has_the_bias_alone(spec, option, bias):
     tensors = operands(spec, (3,), bias=bias)
@@ -59,14 +57,14 @@ def test_the_padding_row_has_the_bias_alone(spec, option, bias):
     torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
-@each_option
+@every_option
 def test_first_and_second_derivatives_pass_gradcheck(spec, option):
     tensors = operands(spec, (3,))
     assert torch.autograd.gradcheck(force(spec, option.ends), tensors, fast_mode=True)
     assert torch.autograd.gradgradcheck(force(spec, option.ends), tensors, fast_mode=True)
 
 
-@each_option
+@every_option
 def test_pieces_of_one_row_give_the_same(spec, option, monkeypatch):
     tensors = operands(spec, (5,))
     whole = values_and_gradients(force(spec, option.ends), tensors)

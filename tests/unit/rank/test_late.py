@@ -8,16 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from comera.errors import RankError
+from comera.errors import ConfigError, RankError
 from comera.nn.embedding import TTMEmbedding
-from comera.nn.linear import TTLinear
+from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
 from comera.rank.budget import canonicalize_
 from comera.rank.controller import RankController
 from comera.rank.importance import STATE, zero_gates_
-from comera.rank.objective import EarlyStage, LateStage, late_scales
-from comera.rank.size import SizeTable
-from comera.tt.spec import TTMSpec, TTSpec
+from comera.rank.objective import EarlyStage, LateStage, early_scales, late_scales
+from comera.rank.size import SizeTable, unpruned_ranks, unpruned_size
+from comera.tt.decompose import singular_values
+from comera.tt.spec import BTTSpec, TTMSpec, TTSpec
+
+from ...helpers.layers_to_round import OPTIMIZERS
+from ...helpers.oracle import padded_weight
 
 QUIET = EarlyStage(size_weight=0.0)
 
@@ -33,8 +37,7 @@ class Small(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.table(ids)
-        out: Tensor = self.needed(hidden) + 1e-3 * self.idle(hidden)
-        return out
+        return self.needed(hidden) + 1e-3 * self.idle(hidden)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -345,3 +348,141 @@ def test_canonical_form_refuses_parameters_that_are_not_finite() -> None:
     with pytest.raises(RankError, match="NaN or infinite"):
         canonicalize_([model.needed.tt, model.idle.tt])
     assert all(torch.equal(p, value) for p, value in zip(model.needed.parameters(), before, strict=True))
+
+
+# --- the weights (c_L, c_S) of each stage -----------------------------------------------------------------------------
+
+
+def late(stage: LateStage, *, loss: float, target_loss: float, size: float, target_size: int) -> tuple[float, float]:
+    values = {"loss": torch.tensor(loss), "size": torch.tensor(size), "surrogate": torch.tensor(50.0)}
+    scales = late_scales(stage, target_loss=target_loss, target_size=target_size, **values)
+    assert all(isinstance(scale, torch.Tensor) and scale.shape == () for scale in scales)
+    return tuple(float(scale) for scale in scales)  # type: ignore[return-value]
+
+
+def test_early_stage_keeps_the_loss_and_weighs_size_against_the_first_one() -> None:
+    assert early_scales(EarlyStage(size_weight=0.02), 400.0) == (1.0, 0.02 / 400.0)
+    assert early_scales(EarlyStage(size_weight=0.0), 400.0) == (1.0, 0.0)
+
+
+def test_nothing_left_to_shrink_gives_no_size_gradient() -> None:
+    assert early_scales(EarlyStage(), 0.0) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "size", "scales"),
+    [
+        (2.0, 1000.0, (0.1, 1.01 * 2.0 / 50)),  # gaps 0 and 0.8: the size is behind
+        (2.5, 205.0, (1.1, 0.01 * 2.5 / 50)),  # gaps 0.2 and 0.02: the loss is behind
+        (2.0 / 0.75, 800.0 / 3, (1.1, 0.01 * 2.0 / 0.75 / 50)),  # both 0.25: the loss goes first
+        (1.0, 201.0, (0.1, 1.01 * 1.0 / 50)),  # loss better than its target, size nearly there
+        (9.0, 200.0, (1.1, 0.0)),  # the size has arrived: it presses no more
+        (1.0, 150.0, (1.1, 0.0)),  # both have arrived
+    ],
+)
+def test_late_stage_follows_the_larger_relative_gap(loss: float, size: float, scales: tuple[float, float]) -> None:
+    stage = LateStage(target_size=200, loss_weight=0.1, size_weight=0.01)
+    assert late(stage, loss=loss, target_loss=2.0, size=size, target_size=200) == pytest.approx(scales)
+
+
+def test_late_stage_takes_a_loss_that_is_not_positive_and_an_empty_model() -> None:
+    stage = LateStage(target_size=200)
+    assert late(stage, loss=-3.0, target_loss=-4.0, size=1000.0, target_size=200) == pytest.approx((0.1, 1.01 * 3 / 50))
+    assert late(stage, loss=0.0, target_loss=0.0, size=0.0, target_size=1) == pytest.approx((1.1, 0.0))
+
+
+@pytest.mark.parametrize("field", ["size_weight", "ridge"])
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+def test_early_weights_out_of_range_are_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"EarlyStage\.{field} must be a finite number >= 0"):
+        EarlyStage(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"target_size": 0.0}, "target_size must be above 0"),
+        ({"target_size": -5}, "target_size must be above 0"),
+        ({"target_size": True}, "target_size must be above 0"),
+        ({"target_size": float("nan")}, "target_size must be above 0"),
+        ({"target_size": 1.5}, r"a fraction of the size, in \(0, 1\], got 1.5"),
+        ({"target_loss": float("inf")}, "target_loss must be a finite number"),
+        ({"loss_weight": -0.1}, "loss_weight must be a finite number >= 0"),
+        ({"size_weight": float("nan")}, "size_weight must be a finite number >= 0"),
+        ({"target_size": 0.2, "start_step": 0}, "start_step must be above 0, as .* an early one before it, got 0"),
+        ({"target_size": 0.2, "start_epoch": -1}, "start_epoch must be above 0"),
+        ({"target_size": 0.2, "plateau": 0}, "plateau must be above 0"),
+        ({"plateau": 3}, "has a start but no target_size"),
+        ({"shrink": "lasso"}, "shrink must be one of sensitivity, surrogate, gate_mean, got 'lasso'"),
+        ({"steps": -1}, "steps must be >= 0"),
+    ],
+)
+def test_late_values_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LateStage(**fields)
+
+
+def test_a_late_stage_knows_whether_it_begins_by_itself() -> None:
+    assert not LateStage(target_size=0.2).starts
+    assert LateStage(target_size=0.2, start_step=3).starts
+    assert LateStage(target_size=0.2, start_epoch=1).starts
+    assert LateStage(target_size=0.2, plateau=2).starts
+
+
+# --- the canonical form of tensor trains ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["adamw-fused", "adagrad", "nadam"])
+def test_a_canonical_train_is_the_same_weight_and_its_slices_are_singular_directions(kind: str) -> None:
+    torch.manual_seed(0)
+    layer = TTLinear(TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1)), dtype=torch.float64)
+    train = layer.tt
+    with torch.no_grad():
+        train.rank_params[1].copy_(torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, 0.3, 1.0, 0.005, 1.5]))
+    optimizer = OPTIMIZERS[kind](layer.parameters())
+    layer(torch.ones(1, 12, dtype=torch.float64)).square().sum().backward()
+    optimizer.step()
+    dense, ranks, size = train.dense().detach(), unpruned_ranks(train), unpruned_size(train)
+    assert ranks == (3, 6, 3)
+    canonicalize_([train], [optimizer])
+    torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
+    assert (unpruned_ranks(train), unpruned_size(train)) == (ranks, size)  # what was pruned still is
+    assert train.rank_params[1].tolist() == [1.0] * 6 + [0.0] * 3
+    fresh = OPTIMIZERS[kind](layer.parameters())
+    assert repr([optimizer.state[p] for p in train.parameters()]) == repr([fresh.state[p] for p in train.parameters()])
+    # Zeroing one gate makes an error of its singular value, independently of the others.
+    for k, sigma in enumerate(singular_values(train.spec, train.effective_cores())):
+        for j in range(ranks[k]):
+            with torch.no_grad():
+                train.rank_params[k][j] = 0.0
+                assert float((train.dense() - dense).norm()) == pytest.approx(float(sigma[j]), rel=1e-9)
+                train.rank_params[k][j] = 1.0
+
+
+def test_canonical_blocks_are_the_same_weight_and_their_components_singular_directions() -> None:
+    torch.manual_seed(0)
+    train = BTTLinear(BTTSpec(9, 11, (2, 5), (2, 6), ((3, 0), (1, 4))), dtype=torch.float64).tt
+    with torch.no_grad():
+        train.rank_params[0].copy_(torch.tensor([2.0, 0.0, 1.0, -1.0, 0.5, 0.3, 1.0, 0.005]))
+    dense, size = train.dense().detach(), unpruned_size(train)
+    canonicalize_([train])
+    torch.testing.assert_close(train.dense(), dense, rtol=0, atol=1e-12)
+    assert train.spec.rows_of_ranks == ((3, 0), (1, 4))
+    assert train.rank_params[0].tolist() == [1, 1, 0, 0, 1, 1, 1, 0]  # the block of one component was pruned whole
+    assert unpruned_size(train) == size
+    whole = padded_weight(train.spec, train.effective_cores())
+    errors = []
+    for j in train.unpruned()[0].nonzero().flatten():
+        with torch.no_grad():
+            train.rank_params[0][j] = 0.0
+            errors.append(float((padded_weight(train.spec, train.effective_cores()) - whole).norm()))
+            train.rank_params[0][j] = 1.0
+    sigma = singular_values(train.spec, train.effective_cores())[0]
+    assert sorted(errors, reverse=True) == pytest.approx(sigma[:5].tolist(), rel=1e-9)
+
+
+def test_devices_of_a_context_do_not_reach_into_canonical_blocks() -> None:
+    model = nn.ModuleList([BTTLinear(BTTSpec(9, 11, (2, 5), (2, 6), ((3, 0), (1, 4))))])
+    with torch.device("meta"):
+        canonicalize_(layer.tt for layer in model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}

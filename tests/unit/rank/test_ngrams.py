@@ -1,7 +1,5 @@
 """Rank adaptation of n-gram tables: sizes and their gradient, pruning with moments, both stages, rounding."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -31,8 +31,7 @@ class Small(nn.Module):
         self.norm = nn.LayerNorm(12)
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.layer(self.table(ids)))
-        return out
+        return self.norm(self.layer(self.table(ids)))
 
 
 @pytest.fixture

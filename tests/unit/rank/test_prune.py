@@ -1,6 +1,7 @@
 """Cutting pruned slices: what goes, what stays the same object, what is refused before anything changes."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.nn.size import model_size
 from comera.nn.tensor_train import TensorTrain
+from comera.rank.budget import canonicalize_, round_
+from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport, RankRow
 from comera.rank.size import SizeTable, unpruned_size
+from comera.rank.step_rule import gradients_of
 from comera.tt.spec import TTMSpec, TTSpec
 
 TT = TTSpec(6, 10, (3, 2), (5, 2), (1, 3, 5, 2, 1))
@@ -242,3 +246,51 @@ def test_a_multiple_below_one_is_refused() -> None:
     with pytest.raises(RankError, match="multiples of 1 or more, got 0"):
         prune_(model, multiple=0)
     assert model.spec == TT
+
+
+# --- version counters -------------------------------------------------------------------------------------------------
+
+
+SPEC = TTSpec(12, 12, (3, 4), (4, 3), (1, 3, 9, 3, 1))
+
+
+def zero_most(model: nn.ModuleList) -> None:
+    optimizer = torch.optim.SGD(model[0].tt.parameters(), lr=0.0)
+    model[0](torch.randn(4, 12)).square().sum().backward()
+    update_importance_(optimizer, model[0].tt.rank_params, gradients_of(optimizer))
+    zero_gates_([model[0].tt], [optimizer], 20)
+
+
+def zero_and_prune(model: nn.ModuleList) -> None:
+    with torch.no_grad():
+        model[0].tt.rank_params[1].data[0] = 0.0
+    prune_(model)
+
+
+CHANGES: dict[str, Callable[[nn.ModuleList], object]] = {
+    "prune_": zero_and_prune,
+    "round_": lambda model: round_(model[0], 0.5),
+    "canonicalize_": lambda model: canonicalize_([model[0].tt]),
+    "zero_gates_": zero_most,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_parameter_that_is_written_gets_a_new_version_and_no_other(change: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([TTLinear(SPEC), TTLinear(SPEC)])
+    before = {name: p._version for name, p in model.named_parameters()}
+    CHANGES[change](model)
+    for name, p in model.named_parameters():
+        written = name.startswith("0.tt." if change != "zero_gates_" else "0.tt.rank_params.")
+        assert (p._version > before[name]) == written, name
+
+
+def test_a_backward_through_values_that_were_cut_is_refused() -> None:
+    layer = TTLinear(SPEC)
+    weight = layer.tt.dense()
+    with torch.no_grad():
+        layer.tt.rank_params[1].data[0] = 0.0
+    prune_(layer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weight.sum().backward()

@@ -1,7 +1,5 @@
 """Rows of texts and labels become examples; what is of no use is an error that names its place, or counted and said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator
@@ -133,11 +131,7 @@ def test_a_hub_without_the_data_set_and_a_path_without_rows(tmp_path: Path, monk
         (tmp_path / "no/where", {}, r"data\.path: expected a file of rows .*, where nothing is"),
         (tmp_path, {}, "where another folder is"),
         (tmp_path / "a.xlsx", {}, r"data\.path: .* got .*a\.xlsx, which is another file"),
-        (
-            rows,
-            {"valid": "nowhere.csv"},
-            r"data\.valid: expected a file of .*, got nowhere\.csv, which is no file",
-        ),
+        (rows, {"valid": "nowhere.csv"}, r"data\.valid: expected a file of .*, got nowhere\.csv, which is no file"),
         (rows, {"test": str(tmp_path / "a.xlsx")}, r"data\.test: .*, which is another file"),
     ):
         with pytest.raises(DataError, match=said) as raised:
@@ -171,11 +165,7 @@ def test_columns_are_guessed_where_there_is_one_sensible_choice(
 @pytest.mark.parametrize(
     ("found", "named", "said"),
     [
-        (
-            "sentence1 sentence2 label",
-            {},
-            r"a\.csv: expected one .* the text, got sentence1, sentence2: set data\.t",
-        ),
+        ("sentence1 sentence2 label", {}, r"a\.csv: expected one .* the text, got sentence1, sentence2: set data\.t"),
         ("text a b", {}, r"expected one column that is likely to hold the label, got text, a, b: set data\.label"),
         ("label", {}, r"likely to hold the text, got none: set data\.text"),
         ("text label", {"text": "body"}, r"data\.text: expected one of the columns text, label of a\.csv, got 'body'"),
@@ -323,12 +313,3 @@ def test_a_file_that_is_no_tokenizer_is_refused(content: str, tmp_path: Path) ->
         ConfigError, match=r"data\.tokenizer: expected tokenizer\.json, .* or a tokenizer that transformers reads"
     ):
         read(file, tmp_path, tokenizer=str(tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("held_out", 0.0), ("held_out", 1.0), ("vocab_size", 200), ("max_length", 4), ("max_examples", 0), ("buckets", 0)],
-)
-def test_a_setting_out_of_range_is_a_config_error(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{field} must be .*, got"):
-        ClassifyDataConfig(**{field: value})

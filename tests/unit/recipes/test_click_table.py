@@ -1,7 +1,5 @@
 """Clicks in a table of one's own: CSV and TSV become the same columns as Criteo's format, bad rows are counted."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 from typing import Any
@@ -106,11 +104,7 @@ def test_missing_labels_are_bad_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        (
-            {"numbers": (), "categories": ()},
-            ConfigError,
-            r"to name columns, got .* columns price, city, clicked",
-        ),
+        ({"numbers": (), "categories": ()}, ConfigError, r"to name columns, got .* columns price, city, clicked"),
         ({"label": "click"}, ConfigError, r"expected the columns 'click', got 'price', 'city', 'clicked', 'unused'"),
         ({"numbers": ("age", "size")}, ConfigError, r"expected the columns 'size', got 'price'.*: set data\.label"),
         ({"categories": ("city", "clicked")}, ConfigError, r"data\.categories must be columns that are neither"),

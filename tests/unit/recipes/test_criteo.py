@@ -1,10 +1,11 @@
 """Criteo's files → prepared columns: the same whatever read them, numbered, shared when rare, or hashed."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random
+import shutil
+import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,13 +14,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from comera.errors import ConfigError
-from comera.recipes.data.cache import Progress
+from comera.errors import ConfigError, DataError
+from comera.recipes.data.cache import RESUME, Progress
 from comera.recipes.dlrm.criteo import KAGGLE_TABLES, ClickData, CriteoConfig, preparation, prepare
+from comera.recipes.dlrm.criteo import columns as criteo_columns
+from comera.recipes.dlrm.criteo import columns as criteo_ids
+from comera.recipes.dlrm.criteo import rows as criteo_files
 from comera.recipes.dlrm.criteo.batches import PARTS
-from comera.recipes.dlrm.criteo.rows import KINDS
+from comera.recipes.dlrm.criteo.columns import State, features
+from comera.recipes.dlrm.criteo.rows import CUT_SHORT, KINDS, LABEL, Place
 
-from ...helpers.click_rows import ROWS, assert_same_rows, contents, lines_of, naive, read, small_blocks, spoil, write
+from ...helpers.click_rows import (
+    ROWS,
+    assert_same_rows,
+    contents,
+    lines_of,
+    naive,
+    read,
+    small_blocks,
+    spoil,
+    spoiled,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +204,236 @@ def test_wrong_settings(fields: dict[str, Any], message: str) -> None:
 
 def test_a_list_of_sizes_is_as_good_as_a_tuple() -> None:
     assert CriteoConfig(table_sizes=[3] * 26).hashed_sizes == (3,) * 26  # type: ignore[arg-type]
+
+
+# --- bad rows: skipped and counted up to a limit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_rows_are_skipped_and_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reference: ClickData,
+    kind: str,
+    workers: int,
+) -> None:
+    small_blocks(monkeypatch)
+    path = write(tmp_path / "train.txt", spoiled(kind, 9))
+    config = CriteoConfig(path=str(path), cache=str(tmp_path / "cache"), max_bad_rows=9, workers=workers)
+    data = prepare(config)
+    assert data.bad == {kind: 9}
+    assert [row.split(": ")[0] for row in data.manifest["bad_rows"][kind]] == [
+        f"{path}, line {line}" for line in (21, 42, 63)
+    ]
+    shown = capsys.readouterr().err
+    assert f"skipped 9 bad rows (9 {kind}), such as" in shown
+    assert f"{path}, line 21: expected" in shown
+    assert_same_rows(data, reference)  # no column moved
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_bad_row_too_many_names_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, workers: int
+) -> None:
+    small_blocks(monkeypatch)
+    path = write(tmp_path / "train.txt", spoiled(kind, 9))
+    message = (
+        rf"train\.txt, line {9 * 21}: expected .*; that makes 9 bad rows \(9 {kind}\), and data\.max_bad_rows allows 8"
+    )
+    with pytest.raises(DataError, match=message):
+        read(path, max_bad_rows=8, workers=workers)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_the_limit_holds_for_what_is_prepared_already(tmp_path: Path) -> None:
+    path = write(tmp_path / "train.txt", spoiled(LABEL, 3))
+    folder = read(path, max_bad_rows=3).folder
+    with pytest.raises(DataError, match=r"train\.txt, line 21: .*; that makes 3 bad rows .* allows 2"):
+        read(path, max_bad_rows=2)
+    assert read(path).folder == folder
+
+
+def test_lines_are_counted_in_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    (tmp_path / "log").mkdir()
+    write(tmp_path / "log" / "day_0", ROWS[:300])
+    write(tmp_path / "log" / "day_1", [*ROWS[:150], ["1"], *ROWS[:20]])
+    with pytest.raises(DataError, match=r"day_1, line 151: expected 40 fields between tabs, got 1 \('1'\)"):
+        read(tmp_path / "log", max_bad_rows=0)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_gzip_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    small_blocks(monkeypatch)
+    path = tmp_path / "train.txt.gz"
+    data = gzip.compress(lines_of(ROWS))
+    path.write_bytes(data[: len(data) // 2])
+    if limit:
+        clicks = read(path, max_bad_rows=limit)
+        assert clicks.bad == {CUT_SHORT: 1}
+        assert 500 < len(clicks) < 1000
+        assert f"line {len(clicks) + 1}: the compressed file ends here" in clicks.manifest["bad_rows"][CUT_SHORT][0]
+    else:
+        with pytest.raises(
+            DataError, match=r"train\.txt\.gz, line \d+: the compressed file ends here, cut short; that"
+        ):
+            read(path, max_bad_rows=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"not a click log\n" * 50, r"line 4: expected 40 fields between tabs, got 1 .*; that makes 4 bad rows"),
+        (b"\0" * 5000, r"expected at least 14 good rows, .* got 0 in .*\(bad rows: {'too few fields': 1}\)"),
+        (lines_of(ROWS[:13]), r"expected at least 14 good rows, for training, validation and test, got 13"),
+        (lines_of(ROWS[:20]).replace(b"\t", b","), r"line 4: expected 40 fields between tabs, got 1 "),
+        (lines_of(ROWS[:20]).replace(b"\n", b"\r"), r"got 0 in .*\(bad rows: {'too many fields': 1}\)"),
+    ],
+    ids=["text", "zeros", "too little", "commas", "carriage returns"],
+)
+def test_what_is_no_click_log(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "train.txt").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "train.txt", max_bad_rows=3)
+    assert [file.suffix for file in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+# --- killed, interrupted or out of space ------------------------------------------------------------------------------
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from comera.recipes.dlrm.criteo import preparation
+from comera.recipes.dlrm.criteo import columns as criteo_columns
+from comera.recipes.dlrm.criteo import rows as criteo_files
+from comera.recipes.dlrm.criteo import CriteoConfig, prepare
+name, calls, path, cache = sys.argv[1:]
+criteo_files.BLOCK = criteo_columns.BLOCK = 8192
+criteo_columns.CHECKPOINT = 3
+owner = {"append": criteo_columns.Columns, "make_ids": preparation, "rename": pathlib.Path}[name]
+whole, left = getattr(owner, name), int(calls)
+def killed(*args, **kwargs):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*args, **kwargs)
+setattr(owner, name, killed)
+prepare(CriteoConfig(path=path, cache=cache, workers=2), quiet=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "calls"), [("append", 20), ("make_ids", 9)])
+def test_a_killed_preparation_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: ClickData, name: str, calls: int
+) -> None:
+    path, cache = write(tmp_path / "train.txt", ROWS), tmp_path / "cache"
+    command = [sys.executable, "-c", KILLED, name, str(calls), str(path), str(cache)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    (parts,) = cache.glob("*.partial")
+    state = State.load(parts)
+    assert state is not None
+    if name == "append":
+        assert 0 < state.rows < len(ROWS)
+    else:
+        assert (state.rows, state.complete) == (len(ROWS), True)
+        assert len(list(parts.glob("*.ids.bin"))) >= 7
+    assert not (cache / parts.stem).exists()  # nothing that looks complete
+    places, made = [], []
+    read_blocks, make_ids = criteo_files.read_blocks, criteo_ids.make_ids
+    monkeypatch.setattr(criteo_columns, "read_blocks", lambda f, p: places.append(p) or read_blocks(f, p))
+    monkeypatch.setattr(preparation, "make_ids", lambda *a, **k: made.append(a) or make_ids(*a, **k))
+    assert contents(read(path).folder) == contents(reference.folder)
+    assert places == ([state.place] if name == "append" else [])
+    assert len(made) == 26 - (0 if name == "append" else len(features()) - len(made))
+    assert sorted(file.suffix for file in cache.iterdir()) == ["", ".lock"]
+
+
+def test_killed_while_the_folder_has_no_name_yet(tmp_path: Path, reference: ClickData) -> None:
+    path, cache = write(tmp_path / "train.txt", ROWS), tmp_path / "cache"
+    command = [sys.executable, "-c", KILLED, "rename", "0", str(path), str(cache)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert sorted(file.suffix for file in cache.iterdir()) == [".lock", ".partial"]
+    data = read(path)
+    assert contents(data.folder) == contents(reference.folder)
+    assert sorted(file.suffix for file in cache.iterdir()) == ["", ".lock"]
+
+
+class Stopped(BaseException):
+    """As a keyboard interrupt, which pytest keeps for itself."""
+
+
+@pytest.mark.parametrize("form", ["plain", "gz"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stopped_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: ClickData, workers: int, form: str
+) -> None:
+    small_blocks(monkeypatch, size=32_768, checkpoint=2)
+    path, whole, calls = tmp_path / "train.txt", criteo_columns.Columns.append, []
+    rows = spoiled(LABEL, 5)
+    path.write_bytes(gzip.compress(lines_of(rows)) if form == "gz" else lines_of(rows))
+
+    def stopped(*args: Any) -> None:
+        calls.append(args)
+        whole(*args)
+        if len(calls) % 4 == 0:
+            raise Stopped
+
+    monkeypatch.setattr(criteo_columns.Columns, "append", stopped)
+    for _ in range(30):
+        try:
+            data = read(path, workers=workers)
+            break
+        except Stopped:
+            assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".partial"]
+    assert len(calls) > 12
+    assert data.bad == {LABEL: 5}
+    assert_same_rows(data, reference)
+
+
+@pytest.mark.parametrize("damage", ["state", "column", "missing"])
+def test_damaged_parts_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: ClickData, damage: str
+) -> None:
+    path = write(tmp_path / "train.txt", ROWS)
+    monkeypatch.setattr(preparation, "_make_ids", _raise)
+    with pytest.raises(Stopped):
+        read(path)
+    monkeypatch.undo()
+    (parts,) = (tmp_path / "cache").glob("*.partial")
+    if damage == "state":
+        (parts / RESUME).write_text('{"rows": 5}')
+        (parts / "label.bin").unlink()
+    elif damage == "column":
+        (parts / "C03.raw").write_bytes(b"123")
+    else:
+        (parts / "dense.bin").unlink()
+    assert contents(read(path).folder) == contents(reference.folder)
+
+
+def _raise(*_: Any) -> None:
+    raise Stopped
+
+
+def test_a_full_disk_is_an_error_that_keeps_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = write(tmp_path / "train.txt", ROWS[:100])
+    monkeypatch.setattr(criteo_columns.Columns, "append", full)
+    with pytest.raises(ConfigError, match=r"data\.cache: .* 160 bytes a row .*No space left.*: make room .* is kept"):
+        read(path)
+    assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".partial"]
+
+
+def test_a_place_survives_its_file(tmp_path: Path) -> None:
+    for name in criteo_columns.ROW_BYTES:
+        (tmp_path / name).touch()
+    state = State(Place(1, 2, 3), bad={LABEL: 2}, shown={LABEL: ["here"]})
+    state.save(tmp_path)
+    assert State.load(tmp_path) == state
+    shutil.rmtree(tmp_path)
+    assert State.load(tmp_path) is None

@@ -1,7 +1,5 @@
 """Batches of prepared clicks: pure functions of their place, every row once an epoch; and later rows encoded alike."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,11 +47,7 @@ def assert_equal(left: ClickBatch, right: ClickBatch) -> None:
 
 
 def test_form(data: ClickData) -> None:
-    for batch in (
-        data.train_batch(0, 7, 0),
-        data.batch("test", 0, 7),
-        encode(data, ROWS[:7]),
-    ):
+    for batch in (data.train_batch(0, 7, 0), data.batch("test", 0, 7), encode(data, ROWS[:7])):
         assert (batch.dense.shape, batch.dense.dtype) == ((7, 13), torch.float32)
         assert (batch.ids.shape, batch.ids.dtype) == ((7, 26), torch.int64)
         assert (batch.labels.shape, batch.labels.dtype) == ((7,), torch.float32)

@@ -1,7 +1,5 @@
 """Criteo's files: which are read, as blocks of whole lines from any place, and every file that cannot be."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import random

@@ -1,7 +1,5 @@
 """The synthetic click log: the same rows for a seed, of Criteo's form, with clicks that follow the planted model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

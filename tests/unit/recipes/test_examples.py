@@ -1,7 +1,5 @@
 """Batches of pairs: every pair once an epoch, near-equal lengths, few shapes, pure; and the cache that holds them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,11 +14,16 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 
-from comera.errors import ConfigError
+from comera.errors import ConfigError, DataError
 from comera.files import SUMS
 from comera.recipes.classify.data import MNLI, ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.data import cache
 from comera.recipes.data import prepared as examples
+from comera.recipes.data.cache import open_or_make
 from comera.recipes.data.prepared import Example, ExampleBatch, Examples, write_examples
+from comera.recipes.dlrm.criteo.batches import RowEncoder
+
+from ...helpers.click_rows import ROWS, read, write
 
 COUNT = 1003
 PAD = 0
@@ -298,3 +301,53 @@ def test_the_real_sample(tmp_path: Path) -> None:
     assert sum(data.skipped.values()) == 0
     padded = sum(data.train_batch(i, 64, seed=0).input_ids.numel() for i in range(data.steps_per_epoch(64)))
     assert padded / data.train_size < 60  # of 128; the tokens themselves are 39.5
+
+
+# --- checksums of prepared data ---------------------------------------------------------------------------------------
+
+
+def write_two(folder: Path) -> None:
+    (folder / "small").write_bytes(bytes(10))
+    (folder / "large").write_bytes(bytes(1000))
+
+
+def load(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("small", "large")]
+
+
+def test_of_large_data_only_small_files_are_compared_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "VERIFIED_BYTES", 1000)
+    monkeypatch.setattr(cache, "SMALL_BYTES", 500)
+    folder, good = tmp_path / "data", [bytes(10), bytes(1000)]
+    assert open_or_make(folder, load, write_two) == good
+    assert not caplog.text
+    (folder / "large").write_bytes(b"1" * 1000)
+    assert open_or_make(folder, load, write_two)[1] == b"1" * 1000
+    assert "to compare all, run xxh128sum -c XXH128SUMS" in caplog.text
+    (folder / "small").write_bytes(b"1" * 10)
+    assert open_or_make(folder, load, write_two) == good
+    (folder / "large").unlink()
+    assert open_or_make(folder, load, write_two) == good
+
+
+def test_data_of_before_checksums_is_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_or_make(tmp_path / "data", load, write_two)
+    (tmp_path / "data" / "XXH128SUMS").unlink()
+    assert open_or_make(tmp_path / "data", load, write_two) == [bytes(10), bytes(1000)]
+    assert "it has no XXH128SUMS" in caplog.text
+    assert (tmp_path / "data" / "XXH128SUMS").exists()
+
+
+def test_rows_are_not_encoded_with_damaged_dictionaries(tmp_path: Path) -> None:
+    folder = read(write(tmp_path / "train.txt", ROWS[:60])).folder
+    RowEncoder(folder)
+    path = folder / "C03.table.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"C03\.table\.npy differs from its checksum"):
+        RowEncoder(folder)
+    (folder / "XXH128SUMS").unlink()  # prepared before there were checksums
+    path.write_bytes(whole)
+    RowEncoder(folder)

@@ -1,7 +1,5 @@
 """Own data: texts, code and pairs in JSON lines, CSV, TSV and data sets give what the same text in files gives."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -294,10 +292,7 @@ def test_a_data_set_of_one_split_and_other_labels_is_divided(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"label": "label"},
-            r"line 2: expected the fields .* label, got first, second, answer: set",
-        ),
+        ({"label": "label"}, r"line 2: expected the fields .* label, got first, second, answer: set"),
         ({"valid": "nowhere.csv"}, r"expected a file of rows .*, got .*nowhere\.csv, which is no file"),
         ({"held_out": 1e-9}, r"\(the 1e-09 of it that is held out\): expected labeled .* and data\.held_out"),
         ({"label": "first"}, r"such as '.*': is data\.label the column of the labels\?"),

@@ -14,7 +14,7 @@ from comera.report import compare, render, results
 from comera.trainer.metrics import Summary
 from comera.tt.shapes import btt_spec
 
-from ...helpers.run_folders import TT, Page, assert_self_contained, write_run
+from ...helpers.run_folders import TT, Page, assert_self_contained, records, write_run
 
 
 def cells(table: str) -> list[dict[str, str]]:
@@ -123,7 +123,7 @@ def test_ranks_of_blocks_are_those_of_one_as_the_command_line_takes_them(tmp_pat
     row = LayerRow("blocks.0.up", "Linear", "BTTLinear", spec, spec.dense_numel, spec.numel + spec.rank_numel, None, "")
     run = write_run(tmp_path / "comera")
     (run / "layers.json").write_text(json.dumps([row.to_dict()]))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = records(run)
     for k, line in enumerate(line for line in lines if line["kind"] == "size"):
         line["ranks"] = {"blocks.0.up.tt": [4 * 4 * 8 - 8 * bool(k)]}
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -14,16 +14,7 @@ from comera.report.curves import charts_of
 from comera.report.html import layer_table
 from comera.report.ranks import ranks_section
 
-from ...helpers.run_folders import (
-    DENSE,
-    PARAMETERS,
-    TT,
-    TTM,
-    Page,
-    assert_self_contained,
-    late_run,
-    write_run,
-)
+from ...helpers.run_folders import DENSE, PARAMETERS, TT, TTM, Page, assert_self_contained, late_run, records, write_run
 
 RATES, ENERGY = ("Learning rates", "Gradient norm"), "Energy, estimated, Wh"
 
@@ -261,7 +252,7 @@ def test_ranks_that_stay_are_a_line_instead_of_a_chart(
 ) -> None:
     run = (late_run if begins else write_run)(tmp_path / "run")
     (run / "config.yaml").write_text(json.dumps({"recipe": "lm", "train": {"late": late} if late else {}}))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = records(run)
 
     def shown(last: int) -> str:
         for row in rows:
@@ -277,7 +268,7 @@ def test_ranks_that_stay_are_a_line_instead_of_a_chart(
 
 def test_many_tensor_trains_are_folded(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=20)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = records(run)
     for row in rows:
         if row["kind"] == "size":
             row["ranks"] = {f"blocks.{k}.up.tt": [8, 12, 8 - row["step"] // 10] for k in range(38)}

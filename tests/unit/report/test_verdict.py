@@ -10,14 +10,13 @@ from comera.report.run import RunData, read_run
 from comera.report.verdict import energy_text, is_better, of_comparison, of_run
 from comera.trainer.metrics import Summary, to_json
 
-from ...helpers.run_folders import late_run, write_run
+from ...helpers.run_folders import late_run, records, write_run
 
 
 def judged(folder: Path, method: str, losses: dict[float, float], **summary: object) -> RunData:
     """A run whose held-out losses are these, by seconds of training."""
     run = write_run(folder, method=method)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["kind"] != "eval"]
+    rows = [row for row in records(run) if row["kind"] != "eval"]
     rows += [{"kind": "eval", "step": int(t), "time": t, "loss": y, "tokens": 1} for t, y in losses.items()]
     (run / "metrics.jsonl").write_text("".join(f"{to_json(row)}\n" for row in rows))
     found = Summary.read(run / "summary.json")

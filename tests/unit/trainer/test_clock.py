@@ -1,6 +1,5 @@
 """The clock of training, what it counts in a run, and the signals that end one."""
 
-import json
 import os
 import signal
 import threading
@@ -17,6 +16,8 @@ from comera.trainer.clock import Clock, Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.task import Task
+
+from ...helpers.run_folders import records
 
 
 class Ticks:
@@ -101,8 +102,7 @@ class Timed(Task):
         yield torch.ones(4, 3)
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        loss: Tensor = model(batch).square().mean()
-        return loss
+        return model(batch).square().mean()
 
     def tokens(self, batch: Tensor) -> int:
         return len(batch)
@@ -115,8 +115,7 @@ def test_a_bound_in_seconds_counts_training_alone_and_drives_the_schedule(tmp_pa
     summary = fit(Timed(ticks), replace(CONFIG, schedule="linear"), tmp_path)
     assert (summary.stopped, summary.time, summary.steps) == ("time", 50.0, 3 + 20)
     assert ticks.now == 50 + 6 * 1000  # evaluated every 4 steps and at the end
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
+    train = records(tmp_path, "train")
     begun = [0.0, *(line["time"] for line in train[:-1])]  # the time when a step begins decides its rate
     assert [line["lr"]["dense"] for line in train] == pytest.approx([1e-3 * (1 - t / 50) for t in begun])
     assert [line["step_time"] for line in train] == pytest.approx([10] * 3 + [1] * 20)

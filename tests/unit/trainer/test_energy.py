@@ -20,6 +20,7 @@ from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
 from comera.trainer.task import Task
 
+from ...helpers.run_folders import records
 from .test_loop import CONFIG, Tiny
 
 CPU = torch.device("cpu")
@@ -209,8 +210,7 @@ def test_a_run_states_its_energy_and_leaves_no_thread(tmp_path: Path) -> None:
     (source, joules), *others = summary.energy.items()
     assert (source, others) == ("cpu_estimated", [])
     assert summary.co2 == pytest.approx(joules / 1e4)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    logged = [total(row["energy"]) or 0.0 for row in rows if row["kind"] == "train"]
+    logged = [total(row["energy"]) or 0.0 for row in records(tmp_path / "run", "train")]
     assert logged == sorted(logged)
     assert logged[-1] <= joules
     assert Summary.read(tmp_path / "run" / "summary.json") == summary

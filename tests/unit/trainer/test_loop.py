@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,17 +16,17 @@ import yaml
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, ConfigError, TrainingError
-from comera.nn.linear import TTLinear
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.energy import EnergyConfig
 from comera.trainer.loop import fit
 from comera.trainer.optimizer import lr_multiplier
-from comera.trainer.task import Task
-from comera.tt.spec import TTSpec
 
-VOCABULARY, LENGTH, BATCH = 13, 5, 4
+from ...helpers.run_folders import records
+from ...helpers.toy_task import BATCH, LENGTH
+from ...helpers.toy_task import NextToken as Tiny
+
 CONFIG = TrainConfig(
     steps=12,
     batch_size=BATCH,
@@ -40,42 +39,6 @@ CONFIG = TrainConfig(
     prune_every=5,
     progress=False,
 )
-
-
-class Tiny(Task):
-    """Predicts the next token; the batch follows from the numbers of step and micro-batch."""
-
-    name = "tiny"
-
-    def __init__(self, *, compressed: bool = True, dropout: float = 0.1) -> None:
-        torch.manual_seed(3)
-        spec = TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1))
-        middle = TTLinear(spec) if compressed else nn.Linear(8, 12)
-        layers = [nn.Embedding(VOCABULARY, 8), middle, nn.GELU(), nn.Dropout(dropout), nn.Linear(12, VOCABULARY)]
-        self.model: nn.Module = nn.Sequential(*layers)
-        self.asked: list[tuple[int, int]] = []
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        self.asked.append((step, micro))
-        generator = torch.Generator().manual_seed(1000 * step + micro)
-        rows = torch.randint(VOCABULARY, (BATCH * world, LENGTH), generator=generator)
-        return rows[rank * BATCH : (rank + 1) * BATCH]
-
-    def eval_batches(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        for _ in range(3):
-            yield torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch.numel()
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -290,23 +253,10 @@ def test_resuming_where_nothing_was_saved_starts_fresh(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "other")
 
 
-class Interrupting(Tiny):
-    """Sends this process a signal while a certain step is under way."""
-
-    def __init__(self, step: int, number: int) -> None:
-        super().__init__()
-        self.step, self.number = step, number
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        if step == self.step:
-            os.kill(os.getpid(), self.number)
-        return super().train_batch(step, micro, rank, world)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_its_step_and_it_resumes(tmp_path: Path, number: int) -> None:
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    summary = fit(Interrupting(6, number), CONFIG, tmp_path / "a")
+    summary = fit(Tiny(stop=6, number=number), CONFIG, tmp_path / "a")
     assert (summary.stopped, summary.steps, summary.finished) == ("interrupted", 7, False)
     assert find_checkpoint(tmp_path / "a").name == "step-00000007"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
@@ -317,13 +267,13 @@ def test_a_signal_ends_the_run_after_its_step_and_it_resumes(tmp_path: Path, num
 
 
 def test_a_second_sigint_has_its_usual_effect(tmp_path: Path) -> None:
-    class Twice(Interrupting):
+    class Twice(Tiny):
         def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
             super().train_batch(step, micro, rank, world)
             return super().train_batch(step, micro, rank, world)
 
     with pytest.raises(KeyboardInterrupt):
-        fit(Twice(6, signal.SIGINT), CONFIG, tmp_path)
+        fit(Twice(stop=6, number=signal.SIGINT), CONFIG, tmp_path)
     assert find_checkpoint(tmp_path).name == "step-00000006"
 
 
@@ -403,19 +353,19 @@ def test_no_held_out_data_is_an_error_that_says_so(tmp_path: Path) -> None:
 def test_resuming_under_another_configuration_names_what_changed(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    fit(Interrupting(6, signal.SIGTERM), CONFIG, tmp_path)
+    fit(Tiny(stop=6), CONFIG, tmp_path)
     with pytest.raises(ConfigError, match=rf"must go on as it was begun \({named}: expected"):
         fit(Tiny(), replace(CONFIG, **change), tmp_path, resume=True)
 
 
 def test_resuming_may_change_what_is_shown(tmp_path: Path) -> None:
-    fit(Interrupting(6, signal.SIGTERM), CONFIG, tmp_path)
+    fit(Tiny(stop=6), CONFIG, tmp_path)
     config = replace(CONFIG, eval_every=3, save_every=0, trackers=("tensorboard",), threads=1)
     assert fit(Tiny(), config, tmp_path, resume=True).stopped == "steps"
 
 
 def test_resuming_with_another_model_is_refused(tmp_path: Path) -> None:
-    fit(Interrupting(6, signal.SIGTERM), CONFIG, tmp_path)
+    fit(Tiny(stop=6), CONFIG, tmp_path)
     (dense := Tiny(compressed=False)).method = "comera"  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError, match="nothing was loaded"):
         fit(dense, CONFIG, tmp_path, resume=True)

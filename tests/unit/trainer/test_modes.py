@@ -1,9 +1,6 @@
 """fit() with what a task and a configuration choose of the step: its mode, its optimizer, what follows it."""
 
 import json
-import os
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,23 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from comera.errors import CheckpointError, ConfigError
 from comera.files import write_sums
-from comera.nn.linear import TTLinear
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import find_checkpoint
 from comera.trainer.config import TrainConfig
 from comera.trainer.loop import fit
 from comera.trainer.step import TrainStep
-from comera.trainer.task import Task
-from comera.tt.spec import TTSpec
 
+from ...helpers.run_folders import records
 from ...helpers.tape import TapeRecorder
+from ...helpers.toy_task import BATCH, NextToken
 
-VOCABULARY, BATCH, LENGTHS = 13, 4, (5, 7)
 CONFIG = TrainConfig(
     steps=30,
     batch_size=BATCH,
@@ -55,38 +49,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMERA_KERNELS", "none")
 
 
-class Tiny(Task):
-    """Predicts the next token, in batches of two lengths; asks to stop at step `ends`."""
+class Tiny(NextToken):
+    """In batches of two lengths."""
 
-    name = "tiny"
-
-    def __init__(self, *, compressed: bool = True, ends: int | None = None) -> None:
-        torch.manual_seed(3)
-        spec = TTSpec(8, 12, (2, 2, 2), (3, 2, 2), (1, 2, 4, 6, 4, 2, 1))
-        middle = TTLinear(spec) if compressed else nn.Linear(8, 12)
-        layers = [nn.Embedding(VOCABULARY, 8), middle, nn.GELU(), nn.Dropout(0.1), nn.Linear(12, VOCABULARY)]
-        self.model: nn.Module = nn.Sequential(*layers)
-        self.ends = ends
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        if step == self.ends:
-            os.kill(os.getpid(), signal.SIGTERM)
-        generator = torch.Generator().manual_seed(1000 * step + micro)
-        return torch.randint(VOCABULARY, (BATCH, LENGTHS[step % 2]), generator=generator)
-
-    def eval_batches(self) -> Iterator[Tensor]:
-        yield torch.randint(VOCABULARY, (BATCH, 6), generator=torch.Generator().manual_seed(7))
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch.numel()
-
-
-def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+    def size(self, step: int) -> tuple[int, int]:
+        return BATCH, (5, 7)[step % 2]
 
 
 def learned(run: Path) -> list[tuple[int, float, float]]:
@@ -114,14 +81,14 @@ def test_a_run_from_graphs_is_the_eager_run_and_resumes_as_such(tmp_path: Path, 
     assert {line["mode"] for line in logged} == {"graph"}
     assert [line["built"] for line in logged] == list(range(tapes.captures + 1))
 
-    assert fit(Tiny(ends=16), graph, tmp_path / "halves").stopped == "interrupted"
+    assert fit(Tiny(stop=16), graph, tmp_path / "halves").stopped == "interrupted"
     assert fit(Tiny(), graph, tmp_path / "halves", resume=True).mode == "graph"
     assert learned(tmp_path / "halves") == learned(tmp_path / "eager")
 
 
 def test_the_mode_may_change_where_a_run_goes_on(tmp_path: Path, tapes: TapeRecorder) -> None:
     fit(Tiny(), CONFIG, tmp_path / "eager")
-    assert fit(Tiny(ends=16), replace(CONFIG, mode="graph"), tmp_path / "both").mode == "graph"
+    assert fit(Tiny(stop=16), replace(CONFIG, mode="graph"), tmp_path / "both").mode == "graph"
     assert fit(Tiny(), CONFIG, tmp_path / "both", resume=True).mode == "eager"
     assert learned(tmp_path / "both") == learned(tmp_path / "eager")
     assert records(tmp_path / "both", "mode")[-1] | {"time": 0} == {
@@ -139,7 +106,7 @@ def test_recordings_on_a_cpu_resume_to_the_bit(tmp_path: Path, capsys: pytest.Ca
     assert summary.mode == "graph"
     assert [line["mode"] for line in records(tmp_path / "whole", "mode")][-1] == "graph"
     assert "mode graph" in capsys.readouterr().err
-    fit(Tiny(ends=16), config, tmp_path / "both")
+    fit(Tiny(stop=16), config, tmp_path / "both")
     assert fit(Tiny(), config, tmp_path / "both", resume=True).mode == "graph"
     assert learned(tmp_path / "both") == learned(tmp_path / "whole")
     fit(Tiny(), CONFIG, tmp_path / "eager")
@@ -178,7 +145,7 @@ def test_a_task_may_bring_its_optimizer(tmp_path: Path) -> None:
     peaks = {"group_0": config.lr, "biases": 2 * config.lr}
     assert rates == [{name: pytest.approx(peak * part) for name, peak in peaks.items()} for part in left]
 
-    first, second = Momentum(ends=4), Momentum()
+    first, second = Momentum(stop=4), Momentum()
     fit(first, config, tmp_path / "halves")
     fit(second, config, tmp_path / "halves", resume=True)
     assert learned(tmp_path / "halves") == learned(tmp_path / "whole")
@@ -191,7 +158,7 @@ def test_a_task_may_bring_its_optimizer(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_with_the_optimizer_it_was_begun_with(tmp_path: Path) -> None:
     config = replace(CONFIG, late=LateStage())
-    fit(Momentum(ends=4), config, tmp_path)
+    fit(Momentum(stop=4), config, tmp_path)
     with pytest.raises(ConfigError, match=r"optimizer: expected 'SGD', got 'adamw'"):
         fit(Tiny(compressed=False), config, tmp_path, resume=True)
 
@@ -218,7 +185,7 @@ class ByProjection(Tiny):
 def test_state_of_other_shapes_is_saved_and_checked(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=8, late=LateStage())
     fit(ByProjection(compressed=False), config, tmp_path / "whole")
-    fit(ByProjection(compressed=False, ends=4), config, tmp_path / "halves")
+    fit(ByProjection(compressed=False, stop=4), config, tmp_path / "halves")
     fit(ByProjection(compressed=False), config, tmp_path / "halves", resume=True)
     assert learned(tmp_path / "halves") == learned(tmp_path / "whole")
 

@@ -2,22 +2,16 @@
 
 import copy
 import json
-import os
 import shutil
-import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from comera.errors import CheckpointError, ConfigError, RankError
-from comera.nn.linear import TTLinear
 from comera.pretrained import load_pretrained
 from comera.rank.objective import EarlyStage, LateStage
 from comera.trainer.checkpoint import checkpoints, find_checkpoint
@@ -25,10 +19,11 @@ from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
 from comera.trainer.loop import fit
 from comera.trainer.metrics import Summary
-from comera.trainer.task import Task
-from comera.tt.spec import TTSpec
 
-VOCABULARY, LENGTH, BATCH, EPOCH = 13, 5, 4, 4
+from ...helpers.run_folders import records
+from ...helpers.toy_task import BATCH, LENGTH, Scored
+
+EPOCH = 4
 CONFIG = TrainConfig(
     steps=12,
     batch_size=BATCH,
@@ -45,64 +40,16 @@ CONFIG = TrainConfig(
 FALLING = replace(CONFIG, steps=16, late=LateStage(target_size=0.4, start_step=5, shrink="surrogate"))
 
 
-class Tiny(Task):
-    """Predicts the next token; an epoch has four steps, and batches differ in size."""
+class Tiny(Scored):
+    """An epoch has four steps, and batches differ in size."""
 
-    name = "tiny"
     steps_per_epoch = EPOCH
     counted = "characters"
+    held_out = (4, 4, 1)
+    lowest_gate = 0.3
 
-    def __init__(self, *, compressed: bool = True, hidden: int = 12, seed: int = 3) -> None:
-        torch.manual_seed(seed)
-        spec = TTSpec(8, hidden, (2, 2, 2), (hidden // 4, 2, 2), (1, 2, 4, 6, 4, 2, 1))
-        middle = TTLinear(spec) if compressed else nn.Linear(8, hidden)
-        for d in middle.tt.rank_params if isinstance(middle, TTLinear) else ():
-            d.data = torch.linspace(0.3, 1.0, len(d))  # so that ranks fall one by one
-        layers = [nn.Embedding(VOCABULARY, 8), middle, nn.GELU(), nn.Dropout(0.1), nn.Linear(hidden, VOCABULARY)]
-        self.model: nn.Module = nn.Sequential(*layers)
-        self.asked: list[int] = []
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        self.asked.append(step)
-        generator = torch.Generator().manual_seed(1000 * step + micro)
-        return torch.randint(VOCABULARY, (BATCH + step % 2, LENGTH - step % 3), generator=generator)
-
-    def eval_batches(self) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        for rows in (4, 4, 1):
-            yield torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-    def evaluate(self, model: nn.Module, batch: Tensor) -> tuple[dict[str, Tensor], int]:
-        logits, targets = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
-        hits = (logits.argmax(-1) == targets).float().mean()
-        return {"loss": F.cross_entropy(logits, targets), "accuracy": hits}, len(batch)
-
-    def tokens(self, batch: Tensor) -> int:
-        return batch.numel()
-
-    def examples(self, batch: Tensor) -> int:
-        return len(batch)
-
-
-class Interrupted(Tiny):
-    """Gets a SIGTERM while a certain step is under way."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def train_batch(self, step: int, micro: int, rank: int, world: int) -> Tensor:
-        if step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().train_batch(step, micro, rank, world)
-
-
-def records(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] in kinds]
+    def size(self, step: int) -> tuple[int, int]:
+        return BATCH + step % 2, LENGTH - step % 3
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
@@ -154,7 +101,7 @@ def test_another_length_of_the_epoch_is_another_run(tmp_path: Path) -> None:
     class Longer(Tiny):
         steps_per_epoch = EPOCH + 1
 
-    fit(Interrupted(2), CONFIG, tmp_path)
+    fit(Tiny(stop=2), CONFIG, tmp_path)
     with pytest.raises(ConfigError, match="steps_per_epoch: expected 4, got 5"):
         fit(Longer(), CONFIG, tmp_path, resume=True)
 
@@ -272,7 +219,7 @@ def test_a_dense_twin_trains_under_the_same_configuration(tmp_path: Path) -> Non
 
 def test_an_interrupted_run_is_not_rounded(tmp_path: Path) -> None:
     config = replace(CONFIG, late=LateStage(target_size=0.3, start_step=4))
-    assert fit(Interrupted(6), config, tmp_path).stopped == "interrupted"
+    assert fit(Tiny(stop=6), config, tmp_path).stopped == "interrupted"
     assert records(tmp_path, "round") == []
     task = Tiny()
     summary = fit(task, config, tmp_path, resume=True)
@@ -324,7 +271,7 @@ def test_a_run_takes_another_one_over_and_is_late_at_once(tmp_path: Path, early:
     assert (stage["step"], stage["size"]) == (0, summary_early.tensorized)
     assert stage["target_size"] == summary_early.tensorized // 2
     assert stages(tmp_path) == [(k, "late") for k in range(1, 7)]
-    assert task.asked == list(range(6))
+    assert task.asked == [(step, 0) for step in range(6)]
     assert summary.steps == 6
     assert summary.tensorized == stored(task) <= stage["target_size"]
     assert files(early) == before
@@ -341,7 +288,7 @@ def test_it_goes_on_with_that_runs_numbers(tmp_path: Path, early: Path) -> None:
 def test_a_resumed_run_needs_the_other_folder_no_more(tmp_path: Path, early: Path) -> None:
     fit(Tiny(), DOWN, tmp_path / "whole", start_from=early)
     source = shutil.copytree(early, tmp_path / "early")
-    assert fit(Interrupted(2), DOWN, tmp_path / "run", start_from=source).stopped == "interrupted"
+    assert fit(Tiny(stop=2), DOWN, tmp_path / "run", start_from=source).stopped == "interrupted"
     trainer = json.loads((find_checkpoint(tmp_path / "run") / "trainer.json").read_text())
     assert trainer["progress"]["start_from"]["step"] == 12
     shutil.rmtree(source)

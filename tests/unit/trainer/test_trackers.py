@@ -1,7 +1,5 @@
 """Trackers of a run: the real packages in their offline modes get configuration, metrics and summary."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -24,7 +22,8 @@ from comera.trainer.config import TrainConfig, upgrade_config
 from comera.trainer.loop import fit
 from comera.trainer.trackers import Trackers
 
-from .test_loop import CONFIG, Interrupting, Tiny
+from ...helpers.run_folders import records
+from .test_loop import CONFIG, Tiny
 
 SHORT = replace(CONFIG, steps=4, eval_every=2, save_every=2)
 SETTINGS = {"method": "comera", "train": {"lr": 0.01, "betas": [0.9, 0.99]}}
@@ -41,10 +40,6 @@ def nothing_leaves_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # all that mlflow-skinny has
     monkeypatch.chdir(tmp_path)
-
-
-def jsonl(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
@@ -79,7 +74,7 @@ def mlflow_runs() -> list[Any]:
 @pytest.mark.filterwarnings("ignore")  # of mlflow and pydantic
 def test_mlflow_gets_configuration_metrics_and_summary_and_resumes(tmp_path: Path) -> None:
     run, config = tmp_path / "run", replace(SHORT, trackers=("mlflow",))
-    assert fit(Interrupting(2, signal.SIGINT), config, run).stopped == "interrupted"
+    assert fit(Tiny(stop=2, number=signal.SIGINT), config, run).stopped == "interrupted"
     (stored,) = mlflow_runs()
     assert stored.info.status == "KILLED"
     assert stored.data.params["train.lr"] == str(config.lr)
@@ -91,7 +86,7 @@ def test_mlflow_gets_configuration_metrics_and_summary_and_resumes(tmp_path: Pat
 
     history = mlflow.MlflowClient().get_metric_history(stored.info.run_id, "train/loss")
     assert [(m.step, m.value) for m in history] == [
-        (r["step"], pytest.approx(r["loss"])) for r in jsonl(run) if r["kind"] == "train"
+        (r["step"], pytest.approx(r["loss"])) for r in records(run) if r["kind"] == "train"
     ]
 
 
@@ -126,7 +121,7 @@ def test_a_run_that_fails_is_failed_in_mlflow(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_runs_offline_and_goes_on_with_its_id(tmp_path: Path) -> None:
     run, config = tmp_path / "run", replace(SHORT, trackers=("wandb",))
-    fit(Interrupting(2, signal.SIGINT), config, run)
+    fit(Tiny(stop=2, number=signal.SIGINT), config, run)
     ids = json.loads((run / "trackers.json").read_text())
     summary = fit(Tiny(), config, run, resume=True)
     assert json.loads((run / "trackers.json").read_text()) == ids
@@ -135,7 +130,7 @@ def test_wandb_runs_offline_and_goes_on_with_its_id(tmp_path: Path) -> None:
     wandb.teardown()  # finish() only asks wandb's own process to close a store: this waits for it
     assert all(f"-{ids['wandb']}" in store.name for store in stores)  # within one second wandb adds "-1"
     first, second = (next(store.glob("*.wandb")).read_bytes() for store in stores)
-    losses = [json.dumps(record["loss"]).encode() for record in jsonl(run) if record["kind"] == "train"]
+    losses = [json.dumps(record["loss"]).encode() for record in records(run) if record["kind"] == "train"]
     assert losses[0] in first
     assert losses[-1] in second
     assert all(loss in first + second for loss in losses)

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from comera.errors import SpecError
+from comera.tt import init_cores, materialize, tt_spec
+from comera.tt.experts import check_stack, expert_matrix
 from comera.tt.format import clip_ranks, rank_limits
+from comera.tt.ngram import NGramSpec
+from comera.tt.shapes import btt_spec
 from comera.tt.spec import BTTSpec, TTMSpec, TTSpec, spec_from_dict
 
 FFN = TTSpec(768, 3072, (12, 8, 8), (12, 16, 16), (1, 12, 30, 30, 30, 16, 1))
@@ -144,13 +148,147 @@ def test_foreign_descriptions_are_refused(change, message):
 
 @pytest.mark.parametrize(
     ("ranks", "message"),
-    [
-        (1.5, "lists of integers"),
-        (None, "lists of integers"),
-        ([1, 2], "lists of integers"),
-        ([[1]], "24 rows of 64"),
-    ],
+    [(1.5, "lists of integers"), (None, "lists of integers"), ([1, 2], "lists of integers"), ([[1]], "24 rows of 64")],
 )
 def test_foreign_ranks_of_blocks_are_refused(ranks, message):
     with pytest.raises(SpecError, match=message):
         spec_from_dict({**BLOCKS.to_dict(), "block_ranks": ranks})
+
+
+# --- tables of n-grams ------------------------------------------------------------------------------------------------
+
+
+CP = NGramSpec(11, 5, longest=4, heads=6)
+
+
+TT = NGramSpec(11, 5, longest=4, heads=3, head_rank=2)
+
+
+def stored_by_the_formula(spec, kept):
+    """Σ_k rows c_k |heads of ∪_{n>k} g_n| + D Σ_n |g_n|, gate by gate."""
+    heads = [{own[int(j)] // spec.head_rank for j in each} for own, each in zip(spec.gated, kept, strict=True)]
+    total = spec.embedding_dim * sum(map(len, kept))
+    for k in range(spec.longest):
+        union = set().union(*heads[max(0, k - 1) :])
+        total += spec.rows * len(union) * (spec.head_rank if k == 0 else spec.head_rank**2)
+    return total
+
+
+@pytest.mark.parametrize("spec", [CP, TT, NGramSpec(11, 5, 4, 6, inner=3), NGramSpec(11, 5, 2, 1)], ids=str)
+def test_whole_tables(spec):
+    assert spec.numel == stored_by_the_formula(spec, [range(spec.features)] * (spec.longest - 1))
+    assert [tuple(core.shape) for core in init_cores(spec, 1.0)] == list(spec.core_shapes)
+    assert spec.rank_numel == (spec.longest - 1) * spec.features
+    assert spec_from_dict(spec.to_dict()) == spec
+    assert spec.dense_numel == 0
+
+
+@pytest.mark.parametrize("spec", [CP, TT], ids=str)
+def test_what_stays_is_sized_by_the_formula_and_cut_again(spec):
+    torch.manual_seed(0)
+    for _ in range(20):
+        kept = [(torch.rand(spec.features) < torch.rand(())).nonzero().flatten() for _ in range(3)]
+        left, cuts, gates = spec.cut(kept)
+        assert left.numel == stored_by_the_formula(spec, kept)
+        cores = [torch.randn(shape) for shape in spec.core_shapes]
+        assert [tuple(cut(core).shape) for cut, core in zip(cuts, cores, strict=True)] == list(left.core_shapes)
+        assert [sorted(each.tolist()) for each in gates] == [each.tolist() for each in kept]
+        again = [(torch.rand(count) < 0.7).nonzero().flatten() for count in left.inner_ranks]
+        both = [each[more].sort().values for each, more in zip(gates, again, strict=True)]
+        assert left.keeping(again).numel == spec.keeping(both).numel == stored_by_the_formula(spec, both)
+
+
+def test_a_state_tells_the_columns():
+    left = CP.keeping([torch.tensor([0, 4]), torch.tensor([1, 4, 5]), torch.tensor([2])])
+    # by need: 2 to order 4, 1, 4 and 5 to order 3, 0 to order 2
+    assert left.columns == ((2, 4), (1, 2, 3), (0,))
+    assert left.head_counts == (5, 5, 4, 1)
+    some = CP.with_shapes(left.core_shapes, left.inner_ranks)
+    assert (some.core_shapes, some.inner_ranks) == (left.core_shapes, left.inner_ranks)
+    assert some.with_layout(left.layout) == left
+    for wrong in (left.layout[:-1], [5, *left.layout[1:]], [4, 2, *left.layout[2:]], [-1, *left.layout[1:]]):
+        with pytest.raises(SpecError, match="columns"):
+            some.with_layout(wrong)
+    with pytest.raises(SpecError, match="columns of order 4"):
+        CP.with_shapes([(11, 5)] * 4 + [(5, 6)], left.inner_ranks)
+
+
+def test_an_order_that_loses_its_last_column_is_gone():
+    left = CP.keeping([torch.arange(6), torch.tensor([1]), torch.tensor([], dtype=torch.long)])
+    assert left.head_counts == (6, 6, 1, 0)
+    assert left.core_shapes == ((11, 6), (11, 6), (11, 1), (11, 0), (5, 7))
+    nothing = CP.keeping([torch.tensor([], dtype=torch.long)] * 3)
+    assert nothing.numel == nothing.rank_numel == nothing.heads == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"longest": 1}, "longest to be an integer >= 2, got 1"),
+        ({"num_embeddings": 0}, "num_embeddings"),
+        ({"heads": -1}, "heads to be an integer >= 0"),
+        ({"inner": 0}, "inner"),
+        ({"columns": ((0,), (0,))}, "expected 3 lists"),
+        ({"columns": ((0, 1, 2, 3, 4, 5), (0,), (1,))}, "order 4: expected heads sorted"),
+        ({"columns": ((0, 1, 2, 3, 4), (0,), (0,))}, "all 6 heads, got some on 5"),
+    ],
+    ids=str,
+)
+def test_what_fits_nothing_is_refused(change, said):
+    fields = {"num_embeddings": 11, "embedding_dim": 5, "longest": 4, "heads": 6} | change
+    with pytest.raises(SpecError, match=said):
+        NGramSpec(**fields)
+
+
+# --- stacks of matrices in one weight ---------------------------------------------------------------------------------
+
+
+F64 = torch.float64
+
+
+SPECS = [
+    tt_spec(5 * 14, 22, order=6, rank=7, kernel_size=(5,)),
+    tt_spec(5 * 14, 22, order=3, rank=7, kernel_size=(5,)),
+    tt_spec(5 * 14, 22, order=2, rank=7, kernel_size=(5,)),  # the expert and all inputs in one core
+    TTSpec(5 * 14, 22, (4, 4 * 5), (23,), (1, 3, 6, 1)),  # padded inputs and outputs, in a core with the expert
+    btt_spec(14, 22, rank=2, experts=5),
+    btt_spec(14, 22, blocks=(3, 2), rank=4, experts=5),  # padded inputs
+    btt_spec(14, 22, blocks=(2, 1), rank=3, experts=5).with_block_ranks([0, 3, 1, 2, 3, 1, 2, 3, 0, 1]),
+    btt_spec(14, 23, rank=2, experts=5),  # a prime number of features
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_one_expert_is_that_of_the_whole(spec: TTSpec | BTTSpec) -> None:
+    torch.manual_seed(0)
+    outputs = spec.out_features // 5 if isinstance(spec, BTTSpec) else spec.out_features
+    check_stack(spec, 5, 14, outputs)
+    cores = [core.requires_grad_() for core in init_cores(spec, 0.5, dtype=F64)]
+    stack = materialize(spec, cores).reshape(14, 5, outputs)
+    for index in (0, 3, -1, torch.tensor(2), torch.tensor(-2)):
+        found, exact = expert_matrix(spec, cores, 5, index), stack[:, index]
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+        weights = torch.randn_like(exact)
+        grads = [torch.autograd.grad((each * weights).sum(), cores, retain_graph=True) for each in (found, exact)]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+def test_each_expert_has_a_block_tensor_train_of_its_own() -> None:
+    one, stack = btt_spec(768, 3072, rank=2), btt_spec(768, 3072, rank=2, experts=8)
+    assert (stack.numel, stack.ranks[1]) == (8 * one.numel, 8 * one.ranks[1])
+    assert str(stack) == "BTT 24·32 / 512·48 rank 2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (tt_spec(5 * 14, 23, order=4), "expected 70 -> 22 for 5 experts 14 -> 22, got 70 -> 23"),
+        (TTSpec(70, 22, (10, 7), (22,), (1, 2, 2, 1)), "last input mode that holds the 5 experts"),
+        (btt_spec(14, 5 * 22, blocks=(2, 11)), "output blocks that make up the 22 features of each of 5 experts"),
+        (btt_spec(14, 5 * 22, blocks=(2, 15)), "got 15 of 8: choose a number of blocks that divides 22"),
+    ],
+    ids=str,
+)
+def test_specs_that_hold_no_such_stack(spec: TTSpec | BTTSpec, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        check_stack(spec, 5, 14, 22)

@@ -244,7 +244,7 @@ class _Text(io.TextIOWrapper):
     def read(self, size: int | None = -1) -> str:
         return self._noted(super().read(size))
 
-    def __next__(self) -> str:
+    def __next__(self) -> str:  # type: ignore[override]  # as TextIOWrapper
         return self._noted(super().__next__())
 
     def rest(self) -> tuple[str, int]:

@@ -7,13 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from comera.ops.linear import tt_linear
 from comera.ops.planner.cost import ACCELERATOR, CPU, Cost, Machine, machine, product, work
 from comera.ops.planner.groups import Group
-from comera.ops.planner.plan import (
-    choose,
-    make_plan,
-    plan_linear,
-    plan_lookup,
-    plan_projection,
-)
+from comera.ops.planner.plan import choose, make_plan, plan_linear, plan_lookup, plan_projection
 from comera.ops.planner.problem import LinearProblem, LookupProblem, ProjectionProblem, batch_bucket
 from comera.ops.projection import ttm_linear
 from comera.tt.spec import TTSpec
