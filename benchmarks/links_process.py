@@ -29,9 +29,11 @@ from comera.recipes.classify.model import EncoderConfig
 from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
 from comera.recipes.data.prepared import ExampleBatch
+from comera.recipes.lm import recipe as lm
 from comera.trainer.step import TrainStep
 
 BATCH, LENGTH, VOCABULARY, PORT = 8, 128, 30_522, 29_500
+LARGE = "llama-1b, compressed"
 TINY = EncoderConfig(hidden=32, layers=2, heads=2, ffn=64, dropout=0.1)
 WARM_UPS = 1
 CLONE_NEWNET = 0x40000000
@@ -76,10 +78,7 @@ def enter(space: str) -> None:
 def measure(side: str, steps: int, dry: bool, address: str, rank: int, world: int, out: int) -> NoReturn:
     """In a process of its own, which ends here: writes to `out` seconds of each step, and bytes sent in all of them."""
     dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=world)
-    config = preset("comera" if side == "compressed" else "dense", "mnli")
-    if dry:
-        config = replace(config, model=TINY, compress=replace(config.compress, order=4, rank=4, embedding_rank=4))
-    model: Any = untrained(config, 100 if dry else VOCABULARY)[0]
+    model, loss, batch = llama(dry, rank) if side == LARGE else encoder(side, dry, rank)
     fuse_(model)
     # every process has drawn the same parameters: to send them would take longer than the steps
     # PowerSGD sends in callbacks, and those of several buckets come in another order in each process: gloo aborts
@@ -91,10 +90,7 @@ def measure(side: str, steps: int, dry: bool, address: str, rank: int, world: in
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook)
     optimizer = AdamW(param_groups(model, lr=1e-4), fused=True)
-    step = TrainStep(ddp, example_loss, optimizer, max_grad_norm=1.0)
-    shape = (2, 16) if dry else (BATCH, LENGTH)
-    ids = torch.randint(100 if dry else VOCABULARY, shape, generator=torch.Generator().manual_seed(rank))
-    batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(shape, dtype=torch.bool), ids[:, 0] % 3)
+    step = TrainStep(ddp, loss, optimizer, max_grad_norm=1.0)
     for _ in range(3 if side == "dense, PowerSGD" else WARM_UPS):  # PowerSGD's first two send dense gradients
         step([batch])
     dist.barrier()
@@ -107,10 +103,33 @@ def measure(side: str, steps: int, dry: bool, address: str, rank: int, world: in
     dist.barrier()
     sent = bytes_sent() - before
     agree([parameter.detach() for parameter in model.parameters()])
-    found = {"seconds": seconds, "sent": sent, "batch": shape[0], "threads": torch.get_num_threads()}
+    found = {"seconds": seconds, "sent": sent, "batch": len(batch[0]), "threads": torch.get_num_threads()}
     os.write(out, json.dumps(found).encode())
     dist.barrier()  # nobody leaves while another still waits for it
     os._exit(0)  # freeing the wrapper and the process group hangs at times: gloo's threads want the interpreter's lock
+
+
+def encoder(side: str, dry: bool, rank: int) -> tuple[Any, Any, ExampleBatch]:
+    """The six encoders, their loss, and a batch of this process."""
+    config = preset("comera" if side == "compressed" else "dense", "mnli")
+    if dry:
+        config = replace(config, model=TINY, compress=replace(config.compress, order=4, rank=4, embedding_rank=4))
+    ids = drawn((2, 16) if dry else (BATCH, LENGTH), 100 if dry else VOCABULARY, rank)
+    batch = ExampleBatch(ids, torch.zeros_like(ids), torch.ones(ids.shape, dtype=torch.bool), ids[:, 0] % 3)
+    return untrained(config, 100 if dry else VOCABULARY)[0], example_loss, batch
+
+
+def llama(dry: bool, rank: int) -> tuple[Any, Any, lm.Batch]:
+    """The same of the preset llama-1b, a text of 512 tokens a process."""
+    config = lm.preset("comera", "small" if dry else "llama-1b")
+    ids = drawn((1, 16 if dry else config.data.block_size), 100 if dry else VOCABULARY, rank)
+    model = lm.build_model(config, 100 if dry else VOCABULARY)[0]
+    return model, lm.next_token_loss, lm.Batch(ids, ids.roll(-1, 1), ids.sum(1))
+
+
+def drawn(shape: tuple[int, int], vocabulary: int, rank: int) -> torch.Tensor:
+    """Ids, others in each process."""
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(rank))
 
 
 def agree(parameters: Sequence[torch.Tensor]) -> None:
