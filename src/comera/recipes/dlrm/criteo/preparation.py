@@ -121,9 +121,7 @@ def _make_log(parts: Path, config: CriteoConfig, progress: Progress) -> tuple[St
     return state, {"seed": config.synthetic_seed, "loss": means}
 
 
-def _make_ids(
-    parts: Path, names: Sequence[str], config: CriteoConfig, training: int, progress: Progress
-) -> list[int]:
+def _make_ids(parts: Path, names: Sequence[str], config: CriteoConfig, training: int, progress: Progress) -> list[int]:
     """Ids of all features, several features at a time; returns their table sizes. training: rows to count in."""
     sizes = config.hashed_sizes or (None,) * len(names)
 
