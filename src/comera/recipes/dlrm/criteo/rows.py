@@ -15,7 +15,6 @@ import gzip
 import hashlib
 import re
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -200,24 +199,10 @@ def _block(text: bytes, begin: Place, read: int) -> Block:
 MISSING = 0  # the value of an empty category; it never counts as rare
 
 
-class RowFormat(ABC):
-    """How the rows of a file are read. labeled: whether they have labels. numbers, categories: one item a column.
-    start: place of the first row."""
-
-    labeled: bool
-    numbers: Sequence[object]
-    categories: Sequence[object]
-    start: Place
-
-    @abstractmethod
-    def parse(self, block: bytes) -> "Rows":
-        """Parse a block of whole lines, each ended by a newline, a carriage return before which is ignored. Without
-        labels, they are 0."""
-
-
 @dataclass(frozen=True)
-class CriteoRows(RowFormat):
-    """Rows in Criteo's format, with or without labels."""
+class CriteoRows:
+    """How rows in Criteo's format are read, with or without labels. numbers, categories: one item a column. start:
+    place of the first row."""
 
     labeled: bool = True
     numbers: Sequence[object] = range(INTEGERS)
@@ -225,6 +210,8 @@ class CriteoRows(RowFormat):
     start: Place = START
 
     def parse(self, block: bytes) -> "Rows":
+        """Parse a block of whole lines, each ended by a newline, a carriage return before which is ignored. Without
+        labels, they are 0."""
         names = self._names
         form = "\t".join(FORMS[name.split()[0]] for name in names)
         lines = block.decode("latin-1").split("\n")[:-1]  # every byte is a character
@@ -274,9 +261,9 @@ class CriteoRows(RowFormat):
 
 
 @dataclass(frozen=True)
-class TableRows(RowFormat):
-    """How rows of a table are read: its header, and the places of the columns in it. label: None without labels.
-    start: of the first row, in the file."""
+class TableRows:
+    """How rows of a table are read, likewise: its header, and the places of the columns in it. label: None without
+    labels. start: of the first row, in the file."""
 
     header: tuple[str, ...]
     delimiter: str
@@ -286,10 +273,12 @@ class TableRows(RowFormat):
     start: Place
 
     @property
-    def labeled(self) -> bool:  # type: ignore[override]
+    def labeled(self) -> bool:
+        """Whether they have labels."""
         return self.label is not None
 
     def parse(self, block: bytes) -> "Rows":
+        """Parse a block, as above."""
         lines = block.split(b"\n")[:-1]
         labels, dense, values, bad = [], [], [], list[Bad]()
         for place, line in enumerate(lines):
@@ -333,6 +322,9 @@ class TableRows(RowFormat):
             if not isfinite(_number(fields[k])):
                 return NUMBER, f"expected a number as {self.header[k]}, got {_quoted(fields[k])}"
         return None
+
+
+RowFormat = CriteoRows | TableRows
 
 
 class Bad(NamedTuple):
