@@ -2,7 +2,8 @@
 
 Tables have the sizes of the full Kaggle data, and all methods read the same ids: categories hashed into these sizes.
 They train one pass with AdamW at a constant rate and have one rate to tune, out of the same few. `own_rows` is dense
-with a row for each category of the data instead, so that none share one by the hashing.
+with a row for each category of the data instead, so that none share one by the hashing; `frequent_rows` the same for
+categories that the training rows have twice or more, all others sharing a row (`--data.min_count 2`).
 
     python benchmarks/dlrm_tables.py tune  --path train.txt.gz     one seed, read on the validation rows
     python benchmarks/dlrm_tables.py final --path train.txt.gz     the tuned rate, read on the test rows, three seeds
@@ -46,8 +47,8 @@ KEY = ("part", "method", "ratio", "dim", "lr", "seed")
 RATES = (1.5e-3, 3e-3, 6e-3)
 RATIOS = (10, 50, 200)
 DIMS = (16, 64)
-OWN = "own_rows"
-METHODS = (OWN, *dlrm.METHODS)
+OWN, FREQUENT = "own_rows", "frequent_rows"
+METHODS = (OWN, FREQUENT, *dlrm.METHODS)
 EVALUATED = {"tune": "validation", "final": "test"}
 MB = 10**6
 
@@ -110,10 +111,11 @@ def configuration(
     options: argparse.Namespace, method: str, ratio: int, dim: int, lr: float, seed: int
 ) -> DLRMTaskConfig:
     """The preset kaggle at this ratio and rate; that of compressed tables keeps its ratio to the rate."""
-    config = dlrm.preset("dense", "sample") if method == OWN else dlrm.preset(cast(Method, method), "kaggle")
+    of_rows = method in (OWN, FREQUENT)
+    config = dlrm.preset("dense", "sample") if of_rows else dlrm.preset(cast(Method, method), "kaggle")
     core_lr = config.train.core_lr and config.train.core_lr * lr / config.train.lr
     train = replace(config.train, lr=lr, core_lr=core_lr, seed=seed, device="cpu", progress=False)
-    data = replace(config.data, path=options.path, cache=options.cache)
+    data = replace(config.data, path=options.path, cache=options.cache, min_count=2 if method == FREQUENT else 1)
     compress = replace(config.compress, ratio=float(ratio))
     return replace(config, data=data, train=train, compress=compress, model=DLRMConfig(dim=dim))
 
@@ -154,7 +156,7 @@ def campaign(options: argparse.Namespace) -> Iterator[Row]:
     for dim in options.dims:
         for ratio in options.ratios:
             for method in options.methods:
-                smaller = 1 if method in ("dense", OWN) else ratio
+                smaller = 1 if method in ("dense", OWN, FREQUENT) else ratio
                 if options.part == "tune":
                     runs = [(lr, 0) for lr in options.rates]
                 elif possible(options, method, ratio, dim):

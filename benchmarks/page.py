@@ -132,7 +132,8 @@ _SECTIONS = {
         "normalized cross-entropy `nce` on test rows, mean of the seeds, and half their range; "
         "`over_comera`: `nce` less that of comera, seed by seed, mean and standard error. All methods read the same "
         "ids, categories hashed into the sizes of the tables; `own_rows` is dense with a row for each category of the "
-        "sample. Above them: in per cent. `step_mb`: memory of a step, estimated. A note is the "
+        "sample, `frequent_rows` with one for those that training has twice or more and one for the rest. Above them: "
+        "in per cent. `step_mb`: memory of a step, estimated. A note is the "
         "reason why there is no figure; tensor trains 10 times smaller were not run.",
     ),
     "sst2": (
