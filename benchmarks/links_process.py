@@ -30,6 +30,7 @@ from comera.recipes.classify.recipe import preset, untrained
 from comera.recipes.classify.task import example_loss
 from comera.recipes.data.prepared import ExampleBatch
 from comera.recipes.lm import recipe as lm
+from comera.recipes.lm.data import Batch
 from comera.trainer.step import TrainStep
 
 BATCH, LENGTH, VOCABULARY, PORT = 8, 128, 30_522, 29_500
@@ -119,12 +120,12 @@ def encoder(side: str, dry: bool, rank: int) -> tuple[Any, Any, ExampleBatch]:
     return untrained(config, 100 if dry else VOCABULARY)[0], example_loss, batch
 
 
-def llama(dry: bool, rank: int) -> tuple[Any, Any, lm.Batch]:
+def llama(dry: bool, rank: int) -> tuple[Any, Any, Batch]:
     """The same of the preset llama-1b, a text of 512 tokens a process."""
     config = lm.preset("comera", "small" if dry else "llama-1b")
     ids = drawn((1, 16 if dry else config.data.block_size), 100 if dry else VOCABULARY, rank)
     model = lm.build_model(config, 100 if dry else VOCABULARY)[0]
-    return model, lm.next_token_loss, lm.Batch(ids, ids.roll(-1, 1), ids.sum(1))
+    return model, lm.next_token_loss, Batch(ids, ids.roll(-1, 1), ids.sum(1))
 
 
 def drawn(shape: tuple[int, int], vocabulary: int, rank: int) -> torch.Tensor:
