@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ FLOORS = (
 )
 FLOOR = {room: k for k, rooms in enumerate(FLOORS) for room in rooms}
 NAMES = 20  # of the front door
+parse = cache(ast.parse)  # every rule reads the same files
 
 
 # --- what the source says -----------------------------------------------------------------------------------------
@@ -61,7 +63,7 @@ def imports(src: Path) -> Iterator[tuple[str, int, str]]:
     known = modules(src)
     for module, path in known.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
@@ -141,7 +143,7 @@ def circles(src: Path) -> list[str]:
 def imports_for_type_checkers(src: Path) -> list[str]:
     found = []
     for module, path in modules(src).items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parse(path.read_text("utf-8"))):
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 inside = ast.unparse(node)
                 found += [f"{module}:{node.lineno}"] if re.search(r"(from|import) (comera|\.)", inside) else []
@@ -156,7 +158,7 @@ def rooms_unlike_the_floors(src: Path) -> list[str]:
 
 def packages_without_all(src: Path) -> list[str]:
     def declares(path: Path) -> bool:
-        body = ast.parse(path.read_text("utf-8")).body
+        body = parse(path.read_text("utf-8")).body
         targets = [node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)] for node in body]
         return any(isinstance(each, ast.Name) and each.id == "__all__" for found in targets for each in found)
 
