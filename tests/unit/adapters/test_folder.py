@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,62 +107,40 @@ def test_adapters_trained_beside_compressed_layers_fit_dense_ones_of_their_size(
     assert isinstance(fresh.up, Adapted)
 
 
-def other_sizes() -> nn.Module:
+def net_with(path: str, module: nn.Module | None) -> nn.Module:
+    """A net with another module there, or without any."""
     model = net()
-    model.up = nn.Linear(32, 60)
+    if module is not None:
+        model.set_submodule(path, module)
+    else:
+        parent, _, leaf = path.rpartition(".")
+        delattr(model.get_submodule(parent), leaf)
     return model
-
-
-def without_a_layer() -> nn.Module:
-    model = net()
-    del model.blocks[1]
-    return model
-
-
-def no_linear_layer() -> nn.Module:
-    model = net()
-    model.up = nn.Identity()
-    return model
-
-
-def another_head() -> nn.Module:
-    model = net()
-    model.head = nn.Linear(48, 5)
-    return model
-
-
-def without_a_head() -> nn.Module:
-    model = net()
-    del model.head
-    return model
-
-
-def on_meta() -> nn.Module:
-    return net().to("meta")
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (other_sizes, "up: expected a linear layer 32 -> 64, got 32 -> 60"),
-        (without_a_layer, r"blocks\.1: expected a linear layer 64 -> 48, got a model without it"),
-        (no_linear_layer, "up: expected a linear layer 32 -> 64, got a Identity"),
-        (another_head, r"head\.bias: expected \(5,\), got \(2,\) in the file"),
-        (without_a_head, "head: expected a module to be trained besides, got a model without it"),
-        (on_meta, "got one on the meta device"),
+        (lambda: net_with("up", nn.Linear(32, 60)), "up: expected a linear layer 32 -> 64, got 32 -> 60"),
+        (lambda: net_with("blocks.1", None), r"blocks\.1: expected a linear layer 64 -> 48, got a model without it"),
+        (lambda: net_with("up", nn.Identity()), "up: expected a linear layer 32 -> 64, got a Identity"),
+        (lambda: net_with("head", nn.Linear(48, 5)), r"head\.bias: expected \(5,\), got \(2,\) in the file"),
+        (lambda: net_with("head", None), "head: expected a module to be trained besides, got a model without it"),
+        (lambda: net().to("meta"), "got one on the meta device"),
         (trained, "load_adapters_: expected a model without adapters"),
     ],
 )
 def test_adapters_of_another_model_change_nothing(build: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
     save_adapters(trained(), tmp_path)
     model = build()
-    before = [(name, type(m)) for name, m in model.named_modules()], [p.requires_grad for p in model.parameters()]
+
+    def parts() -> Any:
+        return [(n, type(m)) for n, m in model.named_modules()], [p.requires_grad for p in model.parameters()]
+
+    before = parts()
     with pytest.raises(CheckpointError, match=message):
         load_adapters_(model, tmp_path)
-    assert before == (
-        [(name, type(m)) for name, m in model.named_modules()],
-        [p.requires_grad for p in model.parameters()],
-    )
+    assert parts() == before
 
 
 def test_files_that_are_not_adapters(tmp_path: Path) -> None:
