@@ -10,7 +10,7 @@ fifth of the steps too high a rate looks best: dense 96 wide was 0.08 worse for 
     python benchmarks/frontier.py speed                       seconds of a step, the cases in turns, on a quiet machine
     python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the time each
     python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
-    options: --text code|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
+    options: --text code|packages|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
              --budget 1600steps, --optimizer muon|adamw, --runs FOLDER
 
 A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -152,8 +153,10 @@ class Half(LMTask):
 
 def configuration(options: argparse.Namespace, case: Case, lr: float, seed: int, steps: int) -> LMConfig:
     """A run of the recipe."""
-    path = None if options.text == "code" else options.prose
-    data = LMDataConfig(path=path, vocab_size=options.vocab, block_size=BLOCK, cache=options.cache)
+    source: dict[str, Any] = {"path": options.prose} if options.text == "prose" else {}
+    if options.text == "packages":  # ten times the text of Python's own library, so that an hour repeats none of it
+        source = {"path": sysconfig.get_paths()["purelib"], "suffixes": (".py",)}
+    data = LMDataConfig(**source, vocab_size=options.vocab, block_size=BLOCK, cache=options.cache)
     # bytes have a small table; of larger vocabularies it is most of a small model
     compress, heads = case.compress or CompressConfig(), max(1, case.hidden // HEAD)
     if options.vocab == BYTES:
@@ -202,7 +205,9 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("costs", "speed", "tune", "final", "one"))
-    parser.add_argument("--text", choices=("code", "prose"), default="code")
+    parser.add_argument(
+        "--text", choices=("code", "packages", "prose"), default="code", help="Python's library, the packages installed"
+    )
     parser.add_argument("--prose", help="file or folder of text for --text prose")
     parser.add_argument("--vocab", type=int, default=256)
     parser.add_argument(

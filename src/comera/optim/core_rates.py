@@ -15,7 +15,8 @@ directions alike and hence add up like random ones. Both were measured (docs/log
 
 In a table of n-grams entries are about one, and σ in the dense table beside it: C_k has the rate η/σ, so that its rows
 move as far in proportion as dense ones; with `inner` each of its r₀ + 1 rows takes part in all rows, and η/(σ (r₀ + 1))
-moves these as far. P has η, as a dense weight. Measured, too.
+moves these as far. Beside longer rows than of norm one, σ counts as 1/√D, theirs. P has η, as a dense weight. Measured,
+too.
 
 In a TTM the dense weight is one row. The last core of an adapter starts at zero, and counts as it would have been drawn
 otherwise. Source: the bound, to first order in the steps; the norms are those of the cores
@@ -66,7 +67,8 @@ def core_rates(train: TensorTrain, reach: Reach = ADAM, *, logits: bool = False)
     """
     spec = train.spec
     if isinstance(spec, NGramSpec):
-        rate = 1 / max(train.init_std, LEAST_STD) / (1 if spec.inner is None else spec.rows)
+        std = max(min(train.init_std, 1 / sqrt(spec.embedding_dim)), LEAST_STD)
+        rate = 1 / std / (1 if spec.inner is None else spec.rows)
         return [*[float(f"{rate:.3g}")] * (spec.order - 1), 1.0]
     cores = [_whole(core) for core in train.cores]
     if train.starts_at_zero and not cores[-1].is_meta and not cores[-1].any():
