@@ -10,8 +10,8 @@ fifth of the steps too high a rate looks best: dense 96 wide was 0.08 worse for 
     python benchmarks/frontier.py speed                       seconds of a step, the cases in turns, on a quiet machine
     python benchmarks/frontier.py tune  --budget 600s         every case at every rate, a fifth of the time each
     python benchmarks/frontier.py final --budget 600s --seeds 3 --cases dense-192 btt2-384
-    options: --text code|packages|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES, --jobs N,
-             --budget 1600steps, --optimizer muon|adamw, --runs FOLDER
+    options: --text code|packages|prose, --prose FOLDER|FILE, --vocab 256|8192|32768, --cases NAMES, --rates RATES,
+             --jobs N, --budget 1600steps, --optimizer muon|adamw, --runs FOLDER
 
 A budget is one of time, and a case takes as many steps as fit in it by the seconds that `speed` has measured; or one of
 steps, the same for all. So losses do not depend on what else the machine does, and several runs may go at once (--jobs)
