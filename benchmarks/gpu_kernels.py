@@ -26,7 +26,6 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
     elif not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device, torch sees none: --dry runs tiny cases on the CPU")
-    os.environ["COMERA_KERNELS"] = "none"  # kernels called by name still run; what dispatches uses torch's products
     from comera.cli.calibrate import cases  # which imports the kernels
 
     started = time.perf_counter()

@@ -28,9 +28,14 @@ their instructions**.
   `COMERA_KERNELS=all` or `none` overrides it.
 - **No host reads**: training steps of BERT, Llama and DLRM, compressed, fused and not, while ranks adapt and in the
   late stage, read no value on the host and copy nothing between devices, on fake tensors of a device that stands for
-  a GPU (eager, float32; `tests/unit/trainer/test_fake_gpu.py`). Two things do read: the steps of the late stage that
+  a GPU (float32; `tests/unit/trainer/test_fake_gpu.py`). Two things do read: the steps of the late stage that
   zero gates, every 20th where it has 400 steps or more, else a twentieth of its steps apart; and the masks of
   transformers, one value in a forward, dense or compressed.
+    - **Compiled** steps are one graph forward and one backward, of `torch.compile` of the model or of its loss, with no
+      break, no copy and no recompilation; unproved without CUDA: that Inductor's kernels compute what the graphs say.
+    - **Recorded** steps launch the same operations again, with the same constants, on the same memory, draw from no
+      generator of their own, and leave nothing in the graphs' memory but their results; unproved without CUDA: that
+      its driver and libraries capture each of these kernels, and what the caching allocator does in the pool.
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
 

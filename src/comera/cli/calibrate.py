@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from unittest.mock import patch
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,12 +49,11 @@ def calibrate() -> int:
     if not select.triton_available():
         raise ConfigError("expected triton, which comes with torch's builds for GPUs, but it is not installed")
     gpu, faster = torch.cuda.get_device_name(), set(select.TRITON)
-    with patch.dict("os.environ", {"COMERA_KERNELS": "none"}):  # kernels called by name still run
-        for kernel, dtype, case, ours, torchs in cases("cuda"):
-            of_ours, of_torchs = medians(ours, torchs)
-            print(f"{kernel}, {dtype}, {case}: {of_torchs / of_ours:.2f} times torch", flush=True)
-            if of_ours >= of_torchs:
-                faster.discard(kernel)
+    for kernel, dtype, case, ours, torchs in cases("cuda"):
+        of_ours, of_torchs = medians(ours, torchs)
+        print(f"{kernel}, {dtype}, {case}: {of_torchs / of_ours:.2f} times torch", flush=True)
+        if of_ours >= of_torchs:
+            faster.discard(kernel)
     path = keep(gpu, faster)
     print(f"{gpu}: {', '.join(sorted(faster)) or 'no Triton kernel'} will run, kept in {path}")
     return 0
@@ -93,35 +92,32 @@ def gradients(function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
 def cases(device: str, *, tiny: bool = False) -> Iterator[Case]:
     """Kernel, dtype, description, the run with the kernel, the run with torch. tiny: sizes for Triton's interpreter."""
 
-    def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
-        return low_rank(x, LowRankFactors(a, b).with_bias(bias))[0]
+    def product(x: Tensor, a: Tensor, b: Tensor, bias: Tensor, backend: str) -> Tensor:
+        return low_rank(x, LowRankFactors(a, b).with_bias(bias), backend=backend)[0]
 
-    def by_triton(name: str, function: Callable[..., Tensor], operands: list[Tensor]) -> Side:
-        def run(*operands: Tensor) -> Tensor:
-            with patch.object(select, f"{name}_backend", lambda *_: "triton"):
-                return function(*operands)
-
-        return gradients(run, operands)
+    def sides(function: Callable[..., Tensor], operands: list[Tensor]) -> tuple[Side, Side]:
+        ours, torchs = (gradients(partial(function, backend=each), operands) for each in ("triton", "torch"))
+        return ours, torchs
 
     for dtype in (torch.float32, torch.bfloat16)[: 1 if tiny else 2]:
         for batch, features, out_features, rank in TINY_PRODUCTS if tiny else PRODUCTS:
             shapes = ((batch, features), (rank, features), (rank, out_features), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            sides = by_triton("low_rank", product, operands), gradients(product, operands)
-            yield "low_rank", str(dtype)[6:], case, *sides
+            yield "low_rank", str(dtype)[6:], case, *sides(product, operands)
         for batch, features, out_features, rank in TINY_BLOCKS if tiny else BLOCKS:
             spec = btt_spec(features, out_features, rank=rank)
             (n, m), components = spec.sizes, spec.ranks[1]
             shapes = ((batch, features), (n, components), (components, m), (out_features,))
             operands = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes]
 
-            def blocks(x: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor, spec: BTTSpec = spec) -> Tensor:
-                return block_product(x, r_NK, l_KM, spec, bias)
+            def blocks(
+                x: Tensor, r_NK: Tensor, l_KM: Tensor, bias: Tensor, backend: str, spec: BTTSpec = spec
+            ) -> Tensor:
+                return block_product(x, r_NK, l_KM, spec, bias, backend=backend)
 
             case = f"{batch} x {features} -> {out_features}, rank {rank}"
-            sides = by_triton("block_product", blocks, operands), gradients(blocks, operands)
-            yield "block_product", str(dtype)[6:], case, *sides
+            yield "block_product", str(dtype)[6:], case, *sides(blocks, operands)
     for rows_l, cols_l, rank, rows_r, cols_r, count in TINY_TABLES if tiny else TABLES:
         ids = torch.randint(0, rows_l * rows_r, (count,), device=device)
         each = torch.arange(count, device=device)

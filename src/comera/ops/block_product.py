@@ -26,7 +26,7 @@ from torch import Tensor
 
 from comera.kernels import select
 from comera.kernels.cpp import block_product as cpp
-from comera.kernels.tracing import traced, unrecorded_by_jit
+from comera.kernels.tracing import constant_when_traced, traced, unrecorded_by_jit
 from comera.ops.dtypes import kernel_dtype, without_autocast
 from comera.ops.linear import by_torch_alone, check_operands, flatten_input
 from comera.ops.once import unrecorded
@@ -115,12 +115,13 @@ class BlockFactors(NamedTuple):
     gates: Tensor | None = None
 
 
-def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tensor, ...]:
+def block_products(x_BI: Tensor, weights: Sequence[BlockFactors], *, backend: str | None = None) -> tuple[Tensor, ...]:
     """y_k = x W_k + bias_k of several block tensor trains that share x, as one call.
 
     Args:
         x_BI: the batch (B, in_features).
         weights: one or more. They are cast to the `kernel_dtype` of x. Autocast must be off.
+        backend: as in `low_rank`.
 
     Returns:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: the operands.
@@ -139,7 +140,7 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
     specs = tuple(each.spec for each in weights)
     operands = [x_BI, *(tensor for each in weights for tensor in each[1:])]
     operands = [each if each is None or each.dtype == dtype else each.to(dtype) for each in operands]
-    backend = select.block_product_backend(operands)
+    backend = backend or select.block_product_backend(operands)
     if backend != "cpp":
         operands = _through_gates(operands)
     if backend == "torch":
@@ -149,9 +150,11 @@ def block_products(x_BI: Tensor, weights: Sequence[BlockFactors]) -> tuple[Tenso
     return ys_BO if dtype == x_BI.dtype else tuple(y_BO.to(x_BI.dtype) for y_BO in ys_BO)
 
 
-def block_product(x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None) -> Tensor:
+def block_product(
+    x_BI: Tensor, r_NK: Tensor, l_KM: Tensor, spec: BTTSpec, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
     """y (B, out_features) of a batch (B, in_features) and one weight without gates: see `block_products`."""
-    return block_products(x_BI, [BlockFactors(spec, r_NK, l_KM, bias)])[0]
+    return block_products(x_BI, [BlockFactors(spec, r_NK, l_KM, bias)], backend=backend)[0]
 
 
 Operands = Sequence[Any]  # x; R, L, bias or None and gates or None of each weight
@@ -330,14 +333,36 @@ def component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
     """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output
     block (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q.
 
-    Kept, since a copy of the ranks in each forward would make the host wait for a GPU.
+    Kept, since a copy of the ranks in each forward would make the host wait for a GPU: in a compiled one, too.
     """
     if isinstance(spec.block_ranks, int):
         return ()
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        places: tuple[Tensor, ...] = getattr(_COMPILED, _name_of_places(spec, device))
+        return places
     if traced():
         return _component_places(spec, device)
+    return _places(spec, device)
+
+
+def _places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
     with unrecorded(), torch.inference_mode(False):
         return _kept_places(spec, device, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE))
+
+
+class _Compiled:
+    """Places by name, as attributes: of what is made while torch.compile traces, it can read these as tensors."""
+
+
+_COMPILED = _Compiled()
+
+
+@constant_when_traced
+def _name_of_places(spec: BTTSpec, device: torch.device) -> str:
+    places = _places(spec, device)
+    name = f"places_{id(places)}"
+    setattr(_COMPILED, name, places)
+    return name
 
 
 @lru_cache(maxsize=256)

@@ -64,12 +64,14 @@ class LowRankFactors(NamedTuple):
         return F.pad(p_RB, (0, 0, 1, 0), value=1.0) if self.has_bias else p_RB
 
 
-def low_rank(x_BI: Tensor, *factors: LowRankFactors) -> tuple[Tensor, ...]:
+def low_rank(x_BI: Tensor, *factors: LowRankFactors, backend: str | None = None) -> tuple[Tensor, ...]:
     """y_k = (x A_kᵀ) B_k + bias_k for each of the factors.
 
     Args:
         x_BI: the batch (B, in_features).
         factors: of one weight or of several, in the `kernel_dtype` of x. Autocast must be off.
+        backend: "cpp", "triton" or "torch", of which the first two must support the operands; default: what `select`
+            chooses.
 
     Returns:
         One tensor (B, out_features) per weight, in x's dtype. Saved for the backward: x, the factors and the low-rank
@@ -78,7 +80,7 @@ def low_rank(x_BI: Tensor, *factors: LowRankFactors) -> tuple[Tensor, ...]:
     if traced():  # autograd and the compiler do as well with two plain products
         _, outputs = _torch_forward(x_BI.to(factors[0].a.dtype), factors)
         return tuple(y_BO.to(x_BI.dtype) for y_BO in outputs)
-    ys_BO: tuple[Tensor, ...] = _LowRank.apply(x_BI, *(tensor for pair in factors for tensor in pair))
+    ys_BO: tuple[Tensor, ...] = _LowRank.apply(backend, x_BI, *(tensor for pair in factors for tensor in pair))
     return ys_BO
 
 
@@ -94,10 +96,10 @@ class _LowRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BI: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, backend: str | None, x_BI: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
         factors = pairs(flat)
         met_BI = x_BI.to(factors[0].a.dtype)
-        ctx.backend = select.low_rank_backend(met_BI, flat)
+        ctx.backend = backend or select.low_rank_backend(met_BI, flat)
         ctx.set_materialize_grads(False)
         forward, _ = _BACKENDS[ctx.backend]
         kept, ys_BO = forward(met_BI, factors)
@@ -110,8 +112,8 @@ class _LowRank(torch.autograd.Function):
         x_BI, *saved = ctx.saved_tensors
         factors, kept = pairs(saved[: 2 * count]), saved[2 * count :]
         if all(dy is None for dy in dys_BO):
-            return (None,) * (1 + 2 * count)
-        wants = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[1::2], ctx.needs_input_grad[2::2])
+            return (None,) * (2 + 2 * count)
+        wants = Wanted(ctx.needs_input_grad[1], ctx.needs_input_grad[2::2], ctx.needs_input_grad[3::2])
         _, backward = _BACKENDS[ctx.backend]
         with without_autocast(x_BI):
             met_BI = x_BI.to(factors[0].a.dtype)
@@ -119,7 +121,7 @@ class _LowRank(torch.autograd.Function):
                 kept, backward = _low_rank_activations(met_BI, factors), _torch_backward
             dys = [None if dy is None else dy.to(met_BI.dtype) for dy in dys_BO]
             dx_BI, grads = backward(Saved(met_BI, factors, kept), dys, wants)
-            return None if dx_BI is None else dx_BI.to(x_BI.dtype), *grads
+            return None, None if dx_BI is None else dx_BI.to(x_BI.dtype), *grads
 
 
 class Saved(NamedTuple):

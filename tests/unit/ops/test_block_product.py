@@ -283,3 +283,20 @@ def test_tables_of_ragged_blocks_are_copied_to_the_device_once():
     assert all(type(each) is torch.Tensor and not each.is_inference() for each in places)
     assert type(fake[0]) is FakeTensor
     assert all(a is b for a, b in zip(room.component_places(spec, torch.device("cpu")), places, strict=True))
+
+
+def test_a_compiled_product_copies_no_tables_to_the_device():
+    spec, graphs = ragged(12, 21, (2, 6), (3, 7), 2), []
+    x, bias, *cores, _ = operands(spec, (2,))
+
+    def twice(x):
+        return btt_linear(btt_linear(x, spec, cores, bias)[:, :12], spec, cores, bias)
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    y = torch.compile(twice, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(y, twice(x))
+    assert len(graphs) == 1
+    assert "torch.tensor(" not in graphs[0]
