@@ -139,5 +139,5 @@ def test_adapters_beside_compressed_layers(tmp_path: Path) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    elsewhere = {"adazeta", "federated"}  # tests of their own
+    elsewhere = {"adazeta", "federated", "fno"}  # tests of their own
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*TRAINING, "tune_lora"} | elsewhere
