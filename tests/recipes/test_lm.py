@@ -16,6 +16,7 @@ from comera.baselines import TABLE_METHODS, TOKEN_METHODS, BaselineConfig, CoLA,
 from comera.cli.options import saved_config
 from comera.convert import NGrams
 from comera.errors import ConfigError, ConversionError, DataError
+from comera.export import export_program
 from comera.export.runs import export_run
 from comera.kernels import select
 from comera.memory import estimate as memory
@@ -196,8 +197,22 @@ def test_ngrams_train_write_and_export(config: LMConfig, choice: str) -> None:
     assert again == pieces
     with pytest.raises(ConversionError, match=r"n-grams to .* stands for .* rows: it has no dense weight"):
         export_run(trained, "safetensors", config.folder.parent / "dense", dense=True)
-    with pytest.raises(ConversionError, match=r"n-grams to .* it has no form for a program"):
-        export_run(trained, "program", config.folder.parent / "program")
+    assert export_run(trained, "program", config.folder.parent / "program").difference < 1e-4
+    ids = torch.randint(400, (3, 7))
+    program = torch.export.load(config.folder.parent / "program" / "model.pt2").module()
+    with torch.no_grad():
+        expected = trained.model.eval()(input_ids=ids).logits
+    torch.testing.assert_close(program(input_ids=ids)["logits"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_onnx_graph_has_the_n_grams_and_a_mask_is_refused(config: LMConfig) -> None:
+    lm.run(replace(config, compress=replace(RANKS, ngrams=3, ngram_rank=8)))
+    trained, out = open_trained(config.folder, saved_config), config.folder.parent
+    assert export_run(trained, "onnx", out / "onnx").difference < 1e-4
+    inputs = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "attention_mask": torch.ones(2, 5)}
+    with pytest.raises(ConversionError, match=r"^expected the ids alone as input of a model with n-grams, got more: "):
+        export_program(trained.model, inputs, out / "masked")
+    assert not (out / "masked").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile's own

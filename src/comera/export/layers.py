@@ -25,18 +25,21 @@ from comera.nn.adapted import refuse_adapters
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
+from comera.nn.ngram import NGramEmbedding, NGramTable, detach_ngrams_, longest_of, rows_with_ngrams
 from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
 from comera.ops.conv import tt_conv
 from comera.ops.dtypes import merge_dtype, working_dtype
+from comera.ops.ngram import NGramIds
 from comera.ops.planner.plan import plan_linear
 from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
 from comera.tt.dense import materialize
 from comera.tt.format import check_linear
+from comera.tt.ngram import NGramSpec
 from comera.tt.spec import TTMSpec, TTSpec
 
 
@@ -82,7 +85,8 @@ def serving_copy(model: nn.Module) -> nn.Module:
         True
     """
     for _, train in named_trains(model):
-        check_linear(train.spec, "form for a program: export its weights (safetensors)", ConversionError)
+        if not isinstance(train.spec, NGramSpec):
+            check_linear(train.spec, "form for a program: export its weights (safetensors)", ConversionError)
     copy = copy_with_own_trains(model).eval()
     fuse_(copy, enabled=False)
     prune_(copy)
@@ -99,8 +103,13 @@ def serving_copy(model: nn.Module) -> nn.Module:
         return _INFERENCE[type(layer)](layer, cores[layer.tt])
 
     swaps: dict[nn.Module, nn.Module] = {}
-    for module in copy.modules():
-        if isinstance(module, CompressedLayer):
+    for module in list(copy.modules()):
+        if isinstance(module, NGramEmbedding):
+            table = module.ngrams
+            detach_ngrams_(module)
+            rows = replacement(module) if isinstance(module, CompressedLayer) else module
+            swaps[module] = _WithNGrams(rows, table)
+        elif isinstance(module, CompressedLayer) and not isinstance(module, NGramTable):
             by_others = isinstance(module, CompressedParameter) or module.dense_type is NonDynamicallyQuantizableLinear
             if not by_others:  # no other module multiplies by its weight
                 swaps[module] = replacement(module)
@@ -238,6 +247,18 @@ class _Embedding(_Table):
         rows_UD = self.rows(input.reshape(-1))
         rows_UD = rows_UD if self.scale == 1.0 else rows_UD * self.scale
         return rows_UD.view(*input.shape, rows_UD.shape[1])
+
+
+class _WithNGrams(nn.Module):
+    """Rows, and those of the n-grams that end at each id. Every row of ids is a whole text: there are no masks."""
+
+    def __init__(self, rows: nn.Module, table: nn.Module) -> None:
+        super().__init__()
+        self.rows, self.ngrams = rows, table
+
+    def forward(self, input: Tensor) -> Tensor:
+        ids = NGramIds.of(input, longest_of(self))
+        return rows_with_ngrams(self.rows(input), ids, self.rows, self.ngrams)
 
 
 class _Bag(_Table):

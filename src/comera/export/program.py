@@ -37,6 +37,7 @@ from comera.export.folder import (
 )
 from comera.export.layers import dense_copy, serving_copy
 from comera.extras import require
+from comera.nn.ngram import NGramEmbedding
 
 
 def export_program(
@@ -182,9 +183,14 @@ def _batches(inputs: Inputs, shapes: Any) -> list[Inputs]:
 
 def _trace(model: nn.Module, inputs: Inputs, shapes: Any, dense: bool) -> tuple[ExportedProgram, list[str]]:
     """The graph of a model, with torch's operators only, and the names of its outputs."""
+    args, kwargs = arguments(inputs)
+    if len(args) + len(kwargs) > 1 and any(isinstance(module, NGramEmbedding) for module in model.modules()):
+        raise ConversionError(
+            "expected the ids alone as input of a model with n-grams, got more: masks, positions and caches decide "
+            "which ids belong together, and a program takes each row of ids as one whole text"
+        )
     served = serving_copy(dense_copy(model) if dense else model)
     served.forward = _plain_outputs(served.forward)  # type: ignore[method-assign]
-    args, kwargs = arguments(inputs)
     with torch.no_grad():
         outputs = served(*args, **kwargs)  # the layers plan for this batch size
         try:

@@ -9,7 +9,7 @@ so, by `context` or, around the call, by `reading`; without either, each row of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
@@ -148,17 +148,21 @@ class NGramEmbedding(nn.Module):
     def forward(self, input: Tensor, context: NGramIds | None = None) -> Tensor:
         """Rows of ids (B, T) in their context: (B, T, embedding_dim)."""
         rows: Tensor = super().forward(input)  # first: it checks the ids
-        ids = _context_of(self, input, context)
-        spec = getattr(self.ngrams, "spec", None)
-        if spec is None or spec.inner is None:
-            return rows + self.ngrams(ids).to(rows.dtype)  # type: ignore[no-any-return]
-        tokens = super().forward(ids.ids)
-        u_BLI = F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6)
-        return rows + self.ngrams(ids, u_BLI).to(rows.dtype)  # type: ignore[no-any-return]
+        return rows_with_ngrams(rows, _context_of(self, input, context), super().forward, self.ngrams)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(2)  # its class is made, so it has no name to be found by
         return _blank, (self.plain_type,), *reduced[2:]
+
+
+def rows_with_ngrams(rows: Tensor, ids: NGramIds, look_up: Callable[[Tensor], Tensor], table: nn.Module) -> Tensor:
+    """The rows of a token table, (B, T, D), and those of a table of n-grams. look_up: the rows of any ids."""
+    spec = getattr(table, "spec", None)
+    if spec is None or spec.inner is None:
+        return rows + table(ids).to(rows.dtype)  # type: ignore[no-any-return]
+    tokens = look_up(ids.ids)
+    u_BLI = F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6)
+    return rows + table(ids, u_BLI).to(rows.dtype)  # type: ignore[no-any-return]
 
 
 _CLASSES: dict[type[nn.Module], type[NGramEmbedding]] = {}
@@ -240,7 +244,7 @@ def end_reading(reader: object, embedding: Any) -> Any:
     return last.note
 
 
-def longest_of(embedding: NGramEmbedding) -> int:
+def longest_of(embedding: nn.Module) -> int:
     """The longest n-gram that the table of an embedding has."""
     table: Any = embedding.ngrams
     return int(table.spec.longest if isinstance(table, NGramTable) else table.longest)

@@ -86,7 +86,7 @@ def ngram_features(
         if tokens_BLI is not None:  # a table with a row for each of the ids
             u_ZI = tokens_BLI.flatten(0, 1).to(wide[0].dtype)
             wide = [torch.addmm(table[-1], u_ZI, table[:-1]) for table in wide]
-            places_BL = torch.arange(len(u_ZI), device=u_ZI.device).view(tokens_BLI.shape[:2])
+            places_BL = torch.arange(u_ZI.shape[0], device=u_ZI.device).view(tokens_BLI.shape[:2])
             ids = NGramIds(places_BL, ids.reach)
         needed = [own.to(wide[0].dtype) for own in needed]
         if spec.head_rank == 1 and select.supports("ngrams", *wide) and not transformed():
