@@ -39,15 +39,13 @@ from comera.trainer.step import TrainStep
 H100 = Ceilings(67e12, 3.35e12, defaultdict(float), cache=50 * 10**6, half_flops_a_second=989e12)
 LAUNCH = 5e-6
 CASES = {"BERT-base": "32 x 128", "llama-1b": "8 x 512", "llama-7b": "8 x 512"}
-RATIO, VOCABULARY = 10, 32_000
 # what autocast computes in bfloat16 and in float32 on CUDA, as far as these models use it
 HALF = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul")
-SINGLE = ("layer_norm", "rms_norm", "softmax.int", "log_softmax.int", "nll_loss", "cross_entropy_loss", "rsqrt",
-          "pow.Tensor_Scalar")  # fmt: skip
+SINGLE = ("layer_norm", "rms_norm", "log_softmax.int", "nll_loss", "cross_entropy_loss", "rsqrt", "pow.Tensor_Scalar")
 OWN = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")  # one kernel on CUDA, and parts elsewhere
 _KEY = "AutocastPrivateUse1"
 _LIBRARIES = [torch.library.Library(name, "IMPL") for name in ("_", "aten")]
-Loss = Callable[[nn.Module, Any], Tensor]
+RAGGED = ("constant_pad_nd", "index", "index_put", "new_zeros")  # what blocks of different ranks take
 
 
 def cast(operation: Any, dtype: torch.dtype) -> Callable[..., Any]:
@@ -74,29 +72,27 @@ def like_cuda() -> None:
             _LIBRARIES[1].impl(name, cast(operation, dtype), _KEY)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = False,
-           scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    """Attention by torch's flash kernel, which under autocast is in bfloat16. On a device that torch does not know it
-    would take plain products."""
-    flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
-    out: Tensor = flash(q.bfloat16(), k.bfloat16(), v.bfloat16(), dropout_p, is_causal, False, scale=scale)[0]
-    return out
+def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: None = None, dropout_p: float = 0.0, **options: Any) -> Any:
+    """Attention by torch's flash kernel, in bfloat16 as under autocast; elsewhere torch takes plain products."""
+    assert attn_mask is None, "the flash kernel has no mask"
+    flash: Any = torch.ops.aten._scaled_dot_product_flash_attention
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    return flash(q.bfloat16(), k.bfloat16(), v.bfloat16(), dropout_p, causal, False, scale=scale)[0]
 
 
-def on_meta(case: str, compressed: bool, blocks: int) -> tuple[nn.Module, Any, Loss]:
+def on_meta(case: str, compressed: bool, blocks: int) -> tuple[nn.Module, Any, Callable[..., Tensor]]:
     """A model, fused, with its first blocks, a batch of 4,096 tokens and the loss."""
     with torch.device("meta"):
         if case == "BERT-base":
             model: Any = BertForSequenceClassification(BertConfig()).train()
             if compressed:
-                comera.tensorize_(model, ratio=RATIO)
+                comera.tensorize_(model, ratio=10)
             del model.bert.encoder.layer[blocks:]
             ids = torch.zeros(32, 128, dtype=torch.int64)
             comera.fuse_(model)
             return model, {"input_ids": ids, "labels": ids[:, 0]}, lambda model, batch: model(**batch).loss
         preset = lm.preset("comera" if compressed else "dense", case)  # type: ignore[arg-type]
-        preset = replace(preset, train=replace(preset.train, batch_size=8))
-        made: Any = lm.meta_step(preset, VOCABULARY)
+        made: Any = lm.meta_step(replace(preset, train=replace(preset.train, batch_size=8)), 32_000)
         model, _, loss = made
         del model.model.layers[blocks:]
         adapt_(model.train(), preset.train, keep_logits=False)
@@ -112,19 +108,21 @@ def count(case: str, compressed: bool, blocks: int = sys.maxsize) -> dict[str, A
         with Counter(H100) as counter:
             step([batch])
     total = sum(counter.costs.values(), Cost())
+    memory, launches = total.beyond / H100.bytes_a_second, total.calls * LAUNCH
+    seconds = {"compute": total.products, "memory": memory, "launch": launches, "least": total.least}
+    calls = {name.removeprefix("aten."): cost.calls for name, cost in counter.costs.items()}
     return {
         "case": case,
         "side": "compressed" if compressed else "dense",
         "batch": CASES[case],
         "parameters": sum(p.numel() for p in model.parameters()),
         "operations": total.calls,
+        "casts": calls["_to_copy"],
+        "ragged": sum(calls.get(name, 0) for name in RAGGED),
         "gb": f"{total.nbytes / 1e9:.2f}",
         "gb_beyond_cache": f"{total.beyond / 1e9:.2f}",
         "tflop": f"{total.flops / 1e12:.3f}",
-        "compute_ms": f"{total.products * 1e3:.2f}",
-        "memory_ms": f"{total.beyond / H100.bytes_a_second * 1e3:.2f}",
-        "launch_ms": f"{total.calls * LAUNCH * 1e3:.2f}",
-        "least_ms": f"{total.least * 1e3:.2f}",
+        **{f"{name}_ms": f"{each * 1e3:.2f}" for name, each in seconds.items()},
     }
 
 
