@@ -63,13 +63,15 @@ launches where steps are eager; `bound`, the largest part of that.
 
 - **Compression takes away FLOPs, and what remains is launches and memory.** An eager step of BERT-base takes more of
   both than the dense one; record it (`mode="graph"`). The large models gain, though far less than their FLOPs fall.
+  Dense, llama-7b could not run on an H100 of 80 GB: its weights, gradients and moments take 16 bytes a parameter.
 - **Where the operations come from**, of {operations} in BERT-base: blocks of different ranks, as a ratio gives them,
-  take {ragged} to pad, gather and scatter; one rank for all takes none of these. Casts are {casts} (dense
-  {dense_casts}): autocast casts the one input of queries, keys and values three times, and our cores and their
-  gradients one by one. The permutation between the two products copies as many numbers as there are components in a
-  row, forward and backward; the Triton kernels, where `comera calibrate` has chosen them, copy nothing.
-- Counts are floors: a scatter, an embedding's gradient, fused AdamW and norms over many tensors are several launches
-  each. Causal attention is counted whole, and gradients are added out of place, as autograd does while it is watched.
+  take {ragged} to pad, gather and scatter; one rank for all takes none of these. Casts are {casts} (dense {dense_casts}):
+  autocast casts the one input of queries, keys and values three times, and our cores and their gradients are cast one
+  by one. The permutation between the two products copies as many numbers a row as there are components, forward and
+  backward; the Triton kernels, where `comera calibrate` has chosen them, copy nothing.
+- Not all counts are floors: causal attention is counted whole, and gradients are added out of place, as autograd does
+  while it is watched. On the other side, an operation counts as one launch, though a scatter, an embedding's gradient,
+  and fused AdamW and norms of many tensors are several.
 - The kernels of a compiled step (Inductor's) were not counted.
 """
 
