@@ -65,8 +65,8 @@ launches where steps are eager; `bound`, the largest part of that.
   both than the dense one; record it (`mode="graph"`). The large models gain, though far less than their FLOPs fall.
   Dense, llama-7b could not run on an H100 of 80 GB: its weights, gradients and moments take 16 bytes a parameter.
 - **Where the operations come from**, of {operations} in BERT-base: blocks of different ranks, as a ratio gives them,
-  take {ragged} to pad, gather and scatter; one rank for all takes none of these. Casts are {casts} (dense {dense_casts}):
-  autocast casts the one input of queries, keys and values three times, and our cores and their gradients are cast one
+  take {ragged} to pad, gather and scatter; one rank for all takes none of these. Casts are {casts} (dense
+  {dense_casts}): the one input of queries, keys and values is cast three times, and our cores and their gradients one
   by one. The permutation between the two products copies as many numbers a row as there are components, forward and
   backward; the Triton kernels, where `comera calibrate` has chosen them, copy nothing.
 - Not all counts are floors: causal attention is counted whole, and gradients are added out of place, as autograd does
