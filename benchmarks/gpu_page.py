@@ -1,4 +1,4 @@
-"""Write docs/gpu.md from results/gpu_dry.csv.
+"""Write docs/gpu.md from results/gpu_dry.csv and gpu_roofline.csv.
 
 python benchmarks/gpu_page.py
 """
@@ -39,11 +39,73 @@ their instructions**.
 - **float32** means exact sums: NVIDIA's matrix units have none, AMD's do. `tf32` is what PyTorch calls
   `allow_tf32`. The lookup's blocks are too small for matrix units.
 
-In the tables: `registers` a thread; `spills`, bytes of them a thread in memory; `shared`, kilobytes a program;
-`occupancy`, resident threads over the most that fit, by the GPU's limits; `matrix`, matrix instructions in the code;
-`least MB`, every operand read or written once; `moved MB`, what all programs ask of the caches. How much of the rest
-reaches memory is up to those: an A100 has 40 MB, an H100 50 MB of second level.
+In the tables of kernels: `registers` a thread; `spills`, bytes of them a thread in memory; `shared`, kilobytes of a
+program; `occupancy`, resident threads over the most that fit, by the GPU's limits; `matrix`, matrix instructions in
+the code; `least MB`, every operand read or written once; `moved MB`, what all programs ask of the caches. How much of
+the rest reaches memory is up to those: an A100 has 40 MB, an H100 50 MB of second level.
 """
+
+ROOFLINE = """## A training step on an H100: its roofline
+
+**Computed, not run.** Every operation of a whole step is counted on fake tensors (`benchmarks/gpu_roofline.py`, commit
+{commit}): 4,096 tokens, parameters and AdamW in float32, bfloat16 by autocast, clipping, fused models, attention by
+torch's flash kernel, everything else by torch's operations as CUDA has them, no Triton kernel, no adaptation of ranks.
+BERT-base is ten times smaller, the Llamas are the presets of `comera train lm`. Published of an H100 SXM: 989 TFLOP/s
+of dense bfloat16, 67 of float32, 3.35 TB/s, 50 MB of second-level cache; assumed: 5 µs for a launch in an eager step,
+none in a recorded one.
+
+`GB`: operands and results, each once an operation; `beyond`, those of operations that exceed the cache, and `memory`
+the time of these alone. `least`: the sum over operations of the larger of compute and memory, and no less than all
+launches where steps are eager; `bound`, the largest part of that.
+
+{head}
+{table}
+
+- **Compression takes away FLOPs, and what remains is launches and memory.** An eager step of BERT-base takes more of
+  both than the dense one; record it (`mode="graph"`). The large models gain, though far less than their FLOPs fall.
+  Dense, llama-7b could not run on an H100 of 80 GB: its weights, gradients and moments take 16 bytes a parameter.
+- **Where the operations come from**, of {operations} in BERT-base: blocks of different ranks, as a ratio gives them,
+  take {ragged} to pad, gather and scatter; one rank for all takes none of these. Casts are {casts} (dense
+  {dense_casts}): the one input of queries, keys and values is cast three times, and our cores and their gradients one
+  by one. The permutation between the two products copies as many numbers a row as there are components, forward and
+  backward; the Triton kernels, where `comera calibrate` has chosen them, copy nothing.
+- Not all counts are floors: causal attention is counted whole, and gradients are added out of place, as autograd does
+  while it is watched. On the other side, an operation counts as one launch, though a scatter, an embedding's gradient,
+  and fused AdamW and norms of many tensors are several.
+- The kernels of a compiled step (Inductor's) were not counted.
+"""
+
+COLUMNS = "step; ; parameters, millions; operations; GB; beyond; TFLOP; compute, ms; memory, ms; launches, ms; "
+COLUMNS += "least, ms: eager, bound by; least, ms: recorded, bound by"
+
+
+def roofline(rows: list[dict[str, str]]) -> str:
+    """The section of the roofline."""
+    table = []
+    for row in rows:
+        compute, memory, launches, least = (
+            float(row[f"{name}_ms"]) for name in ("compute", "memory", "launch", "least")
+        )
+        recorded = "compute" if compute > memory else "memory"
+        cells = [f"{row['case']}, {row['batch']}", row["side"], f"{int(row['parameters']) / 1e6:,.0f}"]
+        cells += [f"{int(row['operations']):,}", row["gb"], row["gb_beyond_cache"], row["tflop"]]
+        cells += [f"{ms:.1f}" for ms in (compute, memory, launches)]
+        cells += [
+            f"{max(least, launches):.1f}, {recorded if least > launches else 'launches'}",
+            f"{least:.1f}, {recorded}",
+        ]
+        table.append(f"| {' | '.join(cells)} |")
+    of = {(row["case"], row["side"]): row for row in rows}
+    dense, ours = of["BERT-base", "dense"], of["BERT-base", "compressed"]
+    return ROOFLINE.format(
+        commit=ours["commit"],
+        head=f"| {COLUMNS.replace('; ', ' | ')} |\n{'|---' * 12}|",
+        table="\n".join(table),
+        operations=f"{int(ours['operations']):,}",
+        ragged=ours["ragged"],
+        casts=ours["casts"],
+        dense_casts=dense["casts"],
+    )
 
 
 def page(rows: list[dict[str, str]]) -> Iterator[str]:
@@ -59,6 +121,7 @@ def page(rows: list[dict[str, str]]) -> Iterator[str]:
         triton=rows[0]["triton"],
         commit=rows[0]["commit"],
     )
+    yield roofline(measured("gpu_roofline"))
     for target, of_gpu in groupby(rows, lambda row: row["target"]):
         yield f"## {GPUS[target].name} ({target})\n"
         columns = "kernel, dtype, case, registers, spills, shared, occupancy, programs, matrix, least MB, moved MB"

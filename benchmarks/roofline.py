@@ -45,14 +45,16 @@ WANTED = {
     LLAMA: ("dense", "fused"),
 }
 CUT, CUT_SHAPE, TARGET = "32 × 48, cut to 0.2", (32, 48), 0.2
-CACHE = 2**20  # bytes: operations on less are assumed to run in the caches
+NOTHING = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")}
+READS_ROWS = {"aten.embedding", "aten.index", "aten.index_select", "aten.gather"}  # as much as they make, and indices
 COUNTED = 3  # steps whose operations are timed
 SMALL = 0.01  # operations that take less of the step are one row
 
 
 @dataclass
 class Cost:
-    """What calls of one operation took and what they need at least. functions: seconds of their functions alone."""
+    """What calls of one operation took and what they need at least. functions: seconds of their functions alone.
+    products: seconds of the FLOPs alone. beyond: bytes of calls that do not fit into the caches."""
 
     calls: int = 0
     flops: int = 0
@@ -60,6 +62,8 @@ class Cost:
     functions: float = 0.0
     least: float = 0.0
     seconds: float = 0.0
+    products: float = 0.0
+    beyond: int = 0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each) + getattr(other, each) for each in self.__dataclass_fields__))
@@ -67,11 +71,14 @@ class Cost:
 
 @dataclass
 class Ceilings:
-    """What this machine does at most. functions: seconds of one, by name."""
+    """What a machine does at most. functions: seconds of one, by name. cache: an operation on no more bytes is assumed
+    to run in the caches. half_flops_a_second: of half precision, where it has units for that."""
 
     flops_a_second: float
     bytes_a_second: float
     functions: dict[str, float]
+    cache: int = 2**20
+    half_flops_a_second: float | None = None
 
 
 class Counter(TorchDispatchMode):
@@ -86,18 +93,21 @@ class Counter(TorchDispatchMode):
         began = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         seconds = time.perf_counter() - began
-        if func.is_view:
+        name, ceilings, rows = str(func._overloadpacket), self.ceilings, str(func._overloadpacket) in READS_ROWS
+        # each tensor once: one written in place is both operand and result
+        tensors = {id(t): t for t in tree_leaves((args[rows:], kwargs, out)) if isinstance(t, Tensor)}
+        # no views, nor what only allocates, or asks a tensor of Python's for its device
+        if func.is_view or func.namespace in ("prim", "profiler") or name in NOTHING or not tensors:
             return out
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-        # each tensor once: one written in place is both operand and result
-        tensors = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
-        nbytes = sum(_nbytes(tensor) for tensor in tensors.values())
-        beyond = nbytes if nbytes > CACHE else 0
-        name, ceilings = str(func._overloadpacket), self.ceilings
+        nbytes = sum(map(_nbytes, tensors.values())) + (_nbytes(out) if rows else 0)
+        beyond = nbytes if nbytes > ceilings.cache else 0
         functions = sum(ceilings.functions[kind] * how_many for kind, how_many in functions_of(name, args))
-        least = max(flops / ceilings.flops_a_second + functions, beyond / ceilings.bytes_a_second)
-        self.costs[name] += Cost(1, flops, nbytes, functions, least, seconds)
+        half = ceilings.half_flops_a_second if any(t.dtype.itemsize == 2 for t in tensors.values()) else None
+        products = flops / (half or ceilings.flops_a_second)
+        least = max(products + functions, beyond / ceilings.bytes_a_second)
+        self.costs[name] += Cost(1, flops, nbytes, functions, least, seconds, products, beyond)
         return out
 
 

@@ -47,6 +47,18 @@ def test_kernels_compile_for_a_gpu_that_is_not_here_without_spills_and_for_its_m
     assert all(row.startswith(gpu) and int(row.split()[-1]) > 0 for row in rows)
 
 
+def test_the_roofline_counts_a_block_by_a_gpu_s_kernels_and_in_bfloat16() -> None:
+    dense, compressed = (
+        line.split()[-10:] for line in run("gpu_roofline", "--dry", "--cases", "BERT-base").splitlines()
+    )
+    block, rest = 4096 * 768**2 * (4 + 2 * 4) + 2 * 32 * 128**2 * 768, 32 * 768 * (768 + 2)
+    flops = 6 * (block + rest) + 2 * 32 * 128**2 * 768  # the backward makes the scores again
+    assert dense[5] == f"{flops / 1e12:.3f}"
+    assert float(dense[6]) == pytest.approx(flops / 989e9, abs=0.01)
+    assert float(compressed[5]) < float(dense[5]) / 4
+    assert 100 < int(dense[0]) < 200  # and not each attribute of a fake tensor
+
+
 def test_missing_data_is_named() -> None:
     script = [sys.executable, str(BENCHMARKS / "gpu_mnli.py")]
     environment = {name: value for name, value in os.environ.items() if name != "COMERA_MNLI"}

@@ -321,8 +321,8 @@ def batched_product(
         l_CSM = l_KM.unflatten(0, (a, c, rank)).transpose(0, 1).flatten(1, 2)
     else:
         first_AQ, second_CS, place_CS = places
-        h_ABQ = x_ABN @ F.pad(r_NK, (0, 1))[:, first_AQ].movedim(0, 1)
-        h_CBS = F.pad(h_ABQ.transpose(0, 1).flatten(1), (0, 1))[:, place_CS].transpose(0, 1)
+        h_ABQ = x_ABN @ r_NK[:, first_AQ].movedim(0, 1)
+        h_CBS = h_ABQ.transpose(0, 1).flatten(1)[:, place_CS].transpose(0, 1)
         l_CSM = F.pad(l_KM, (0, 0, 0, 1))[second_CS]
     y_CBM = h_CBS @ l_CSM
     y_BO: Tensor = y_CBM.transpose(0, 1).flatten(1)[:, : spec.out_features]
@@ -331,7 +331,8 @@ def batched_product(
 
 def component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]:
     """For blocks of different ranks, else nothing: the components of each input block (A, Q), those of each output
-    block (C, S), both padded with K, and where the latter are among the former (C, S), padded with A·Q.
+    block (C, S), and where the latter are among the former (C, S). Only the second are padded with K, so L with zeros,
+    by which h is multiplied there whatever it is: the others are padded with any, which copies neither R nor h.
 
     Kept, since a copy of the ranks in each forward would make the host wait for a GPU: in a compiled one, too.
     """
@@ -383,5 +384,5 @@ def _component_places(spec: BTTSpec, device: torch.device) -> tuple[Tensor, ...]
     nth_CS = (rank_C.cumsum(0) - rank_C)[:, None] + place_S
     second_CS = F.pad(sorted_K, (0, 1), value=count)[nth_CS.where(place_S < rank_C[:, None], count)]
     at_K = torch.arange(count, device=device) - first_AQ[:, 0][block_K // c] + block_K // c * len(place_Q)
-    place_CS = F.pad(at_K, (0, 1), value=a * len(place_Q))[second_CS]
-    return first_AQ.where(place_Q < rank_A[:, None], count), second_CS, place_CS
+    place_CS = F.pad(at_K, (0, 1))[second_CS]
+    return first_AQ.where(place_Q < rank_A[:, None], 0), second_CS, place_CS

@@ -285,6 +285,16 @@ def test_tables_of_ragged_blocks_are_copied_to_the_device_once():
     assert all(a is b for a, b in zip(room.component_places(spec, torch.device("cpu")), places, strict=True))
 
 
+def test_of_blocks_of_different_ranks_only_the_second_weight_is_padded(monkeypatch):
+    spec, padded, pad = ragged(12, 21, (2, 6), (3, 7), 2), [], room.F.pad
+    x, _, r, left, _ = operands(spec, (50,))
+    places = room.component_places(spec, x.device)
+    monkeypatch.setattr(room.F, "pad", lambda t, *args, **kwargs: padded.append(t) or pad(t, *args, **kwargs))
+    y = room.batched_product(spec, x, r.squeeze(0), left.squeeze(2), None, places)
+    torch.testing.assert_close(y, x @ materialize_blocks(spec, [r, left]))
+    assert [each.shape for each in padded] == [left.squeeze(2).shape]
+
+
 def test_a_compiled_product_copies_no_tables_to_the_device():
     spec, graphs = ragged(12, 21, (2, 6), (3, 7), 2), []
     x, bias, *cores, _ = operands(spec, (2,))
