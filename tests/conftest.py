@@ -12,6 +12,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # nor does any later search for garbage, or for copies of a model, walk through it
     gc.enable()
 
 
