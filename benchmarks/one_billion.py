@@ -5,8 +5,8 @@
     python benchmarks/one_billion.py figure                                                  docs/one_billion.png
 
 `ours` is the preset llama-1b of `comera train lm` with a table of all strings of four tokens, compressed on the meta
-device; `dense` has short convolutions and the width and depth at which a step takes as long and that reached most in four
-minutes (docs/log.md). Both read one text of 512 tokens a step, from the source files of all packages that are
+device; `dense` has short convolutions and the width and depth at which a step takes as long and that reached most in
+four minutes (docs/log.md). Both read one text of 512 tokens a step, from the source files of all packages that are
 installed beside this Python, none of them twice. One core each, at the same time, as measured.
 
 A run that was stopped goes on from its last checkpoint; of a finished one the figures are read again. `step_s`: the
