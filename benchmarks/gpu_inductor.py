@@ -38,6 +38,7 @@ from torch._inductor.utils import GPU_TYPES
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
 from transformers import BertConfig
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -116,12 +117,25 @@ class Lowered:
         self.kernels, self.extern = self.kernels + kernels, self.extern + extern
         self.launches.append(len(kernels) + extern)
         for node in nodes:
-            nbytes, flops = node.get_read_write_buffers_sizes(), node.estimate_flops() or 0
-            half = flops and tree_leaves(node.node.get_origin_node().meta["val"])[0].dtype.itemsize == 2
+            nbytes, (flops, half) = node.get_read_write_buffers_sizes(), _flops(node.node)
             products = flops / ((half and H100.half_flops_a_second) or H100.flops_a_second)
             beyond = nbytes if nbytes > H100.cache else 0
             least = max(products, beyond / H100.bytes_a_second)
             self.costs.append(Cost(0, flops, nbytes, least=least, products=products, beyond=beyond))
+
+
+def _flops(call: Any) -> tuple[int, bool]:
+    """Those of a call of torch's, and whether they are of half precision; Inductor itself leaves out attention's."""
+    source = call and (
+        call.get_origin_node()
+        or next((each for each in call.get_origins() if each.target is getattr(call, "op_overload", None)), None)
+    )
+    count = source and flop_registry.get(getattr(source.target, "overloadpacket", None))
+    if not count:
+        return 0, False
+    args, kwargs = tree_map_only(torch.fx.Node, lambda node: node.meta["val"], (source.args, source.kwargs))
+    value = source.meta["val"]
+    return count(*args, **kwargs, out_val=value), tree_leaves(value)[0].dtype.itemsize == 2
 
 
 def _to_cuda(graph: torch.fx.GraphModule, inputs: Any, mode: Any) -> Any:
