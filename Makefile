@@ -31,7 +31,7 @@ help:
 	@echo "make bench-dlrm CRITEO=train.txt.gz   measure DLRM's size, memory, speed and quality at the full table sizes (5 minutes)"
 	@echo "make frontier BUDGET=600s   train language models of every format and width for the same time, write docs/frontier.md (hours; continues where it was stopped)"
 	@echo "make gpu     run the tests and benchmarks that need a GPU with the PyTorch of PYTHON (9 minutes)"
-	@echo "make gpu-dry compile the Triton kernels for GPUs that are not here, count steps, write docs/gpu.md (6 minutes)"
+	@echo "make gpu-dry compile the Triton kernels for GPUs that are not here, count steps, eager and compiled, write docs/gpu.md (25 minutes)"
 	@echo "make format  apply lint fixes and the formatter"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -140,6 +140,7 @@ gpu:
 gpu-dry: install
 	@$(BIN)/python benchmarks/gpu_dry.py
 	@$(BIN)/python benchmarks/gpu_roofline.py
+	@$(BIN)/python benchmarks/gpu_inductor.py
 	@$(BIN)/python benchmarks/gpu_page.py
 
 format: install

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -84,7 +85,9 @@ def on_meta(case: str, compressed: bool, blocks: int) -> tuple[nn.Module, Any, C
     """A model, fused, with its first blocks, a batch of 4,096 tokens and the loss."""
     with torch.device("meta"):
         if case == "BERT-base":
-            model: Any = BertForSequenceClassification(BertConfig()).train()
+            # the model would set this kind itself, and a compiled one be compiled anew for that
+            config = BertConfig(problem_type="single_label_classification")
+            model: Any = BertForSequenceClassification(config).train()
             if compressed:
                 comera.tensorize_(model, ratio=10)
             del model.bert.encoder.layer[blocks:]
@@ -124,12 +127,9 @@ def count(case: str, compressed: bool, blocks: int = sys.maxsize) -> dict[str, A
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--dry", action="store_true", help="models of one block; writes nothing")
-    options = parser.parse_args()
-    like_cuda()
+@contextmanager
+def stood_in() -> Iterator[None]:
+    """Functions that a step on fake tensors cannot call as they are."""
     with (
         patch.object(_foreach_utils, "_foreach_supported_types", [Tensor, FakeTensor]),
         patch.object(F, "scaled_dot_product_attention", attend),
@@ -137,6 +137,16 @@ def main() -> None:
         patch.dict(param_groups.__globals__, core_rates=lambda *_, **__: None),
         patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None),
     ):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--dry", action="store_true", help="models of one block; writes nothing")
+    options = parser.parse_args()
+    like_cuda()
+    with stood_in():
         for case in options.cases:
             for compressed in (False, True):
                 row = count(case, compressed, 1 if options.dry else sys.maxsize)
