@@ -126,7 +126,7 @@ class Lowered:
 
 def _flops(call: Any) -> tuple[int, bool]:
     """Those of a call of torch's, and whether they are of half precision; Inductor itself leaves out attention's."""
-    source = call and (
+    source: Any = call and (
         call.get_origin_node()
         or next((each for each in call.get_origins() if each.target is getattr(call, "op_overload", None)), None)
     )
