@@ -92,8 +92,8 @@ column repeat the eager step; a launch takes 5 µs, but none in a recorded step.
 - **Compiled, compressed BERT-base launches {fewer} as many kernels as eager operations, dense {dense_fewer}.** It still
   launches {times} times as many as dense.
 - **More bytes count as `beyond`** than in the eager step where a fused kernel exceeds the cache and its parts did not.
-- **Avoidable**: {padding} of {triton} Triton kernels of compressed BERT-base pad blocks of different ranks or scatter their
-  gradients, some with other work fused in. {casts} do nothing but cast (dense {dense_casts}).
+- **Avoidable**: {padding} of {triton} Triton kernels of compressed BERT-base pad blocks of different ranks or scatter
+  their gradients, some with other work fused in. {casts} are casts alone, by name (dense {dense_casts}).
 {missing}"""
 
 COLUMNS = "step; ; parameters, millions; operations; GB; beyond; TFLOP; compute, ms; memory, ms; launches, ms; "
