@@ -385,7 +385,7 @@ def test_presets_differ_by_method_in_optimizers_and_rates_alone(preset: lm.Prese
     assert muon == (set() if preset.startswith("llama") else {"comera", "dense", "narrow", *TOKEN_METHODS})
     assert all(trains[method] == trains["comera"] for method in muon)
     assert trains["comera"].recompute == (preset == "llama-7b")
-    same = {"optimizer": "adamw", "lr": 1.0, "core_lr": None, "recompute": False}
+    same = {"optimizer": "adamw", "lr": 1.0, "core_lr": None, "table_lr": None, "recompute": False}
     assert len({replace(train, **same) for train in trains.values()}) == 1  # type: ignore[arg-type]
 
 
