@@ -29,13 +29,16 @@ NAME = "one_billion"
 METRIC = "nats_per_byte"
 FIGURE = Path(__file__).parents[1] / "docs" / f"{NAME}.png"
 BOTH = {"preset": "llama-1b", "data.vocab_size": 32768, "data.suffixes": '[".py"]', "train.eval_batches": 128}
-DENSE = {"model.hidden": 704, "model.heads": 11, "model.layers": 10, "model.ffn": "null", "model.kv_heads": "null"}
 CASES: dict[str, dict[str, Any]] = {
     "ours": {"compress.ngrams": 4, "train.lr": 5e-4, "train.table_lr": 3e-4, "train.steps": 2600},
     "dense": {
         "method": "narrow_conv",
         "baselines.narrow_conv.hidden": 704,
-        **DENSE,
+        "model.hidden": 704,
+        "model.heads": 11,
+        "model.layers": 10,
+        "model.ffn": "null",
+        "model.kv_heads": "null",
         "train.lr": 1e-3,
         "train.steps": 2930,
     },
