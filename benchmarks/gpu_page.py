@@ -77,14 +77,15 @@ launches where steps are eager; `bound`, the largest part of that.
 COMPILED = """## The same step compiled: Inductor's kernels
 
 **Computed, not run.** Inductor lowers forward and backward of `TrainStep(mode="compile")` to Triton code for an H100,
-which nothing compiles further or runs (`benchmarks/gpu_inductor.py`, commit {commit}). Stood in: the device's
+which nothing compiles further or runs (`benchmarks/gpu_inductor.py`, at {commit}). Stood in: the device's
 properties and Triton's driver. Two things differ from a real H100: products are not padded, which Inductor decides by
 measuring, and uniform constants are not folded. Models of 1, 2 and 3 blocks are lowered, and what the third adds is
 added for each further one; {linear}.
 
 `Triton`: launches of Inductor's kernels; `extern`: of torch's, as products and attention; `rest`: clipping and AdamW,
 which stay eager. `GB` is what Inductor's scheduler counts, each operand of a kernel once. `operations` and the last
-column repeat the eager step; a launch takes 5 µs, but none in a recorded step.
+column repeat the eager step; a launch takes 5 µs, but none in a recorded step. `compiled and recorded` is what would
+be left without launches: `TrainStep` compiles or records, it does not do both.
 
 {head}
 {table}
@@ -152,7 +153,7 @@ def compiled(rows: list[dict[str, str]], eager: list[dict[str, str]]) -> str:
     odd = [f"{row['case']}, {row['side']}" for row in rows if row["linear"] != "True"]
     missing = sorted({row["case"] for row in eager} - {row["case"] for row in rows})
     return COMPILED.format(
-        commit=ours["commit"],
+        commit=", ".join(dict.fromkeys(row["commit"] for row in rows)),
         linear=f"not as many launches as the second in {'; '.join(odd)}, so an estimate there"
         if odd
         else "the second added as many launches",
