@@ -86,6 +86,7 @@ class ZerothOrder:
     Example:
         >>> import torch, comera
         >>> from comera.optim import ZerothOrder
+        >>> _ = torch.manual_seed(0)
         >>> x = torch.randn(64, 16)
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
         >>> _ = comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=4, rank=2)))
