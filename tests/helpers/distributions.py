@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -12,6 +13,15 @@ def build(tree: Path, folder: Path, *options: str, **variables: str) -> str:
     """Build the distributions of a source tree into a folder; returns what that prints."""
     shown = run(sys.executable, "-m", "hatchling", "build", "-d", str(folder), *options, cwd=tree, **variables)
     return shown.stdout + shown.stderr
+
+
+def unpacked(folder: Path, into: Path) -> Path:
+    """The source tree of the sdist in a folder."""
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(into, filter="data")
+    (tree,) = into.iterdir()
+    return tree
 
 
 def run(*command: str, cwd: Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -66,6 +66,18 @@ def values_and_gradients(
     return [y, *torch.autograd.grad(y, [t for t in tensors if t is not None], dy.to(y.dtype))]
 
 
+def second_derivatives(function: Callable[..., Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """The derivatives of all gradients together, in a fixed direction: exact to compare with the oracle's, where
+    gradgradcheck has differences, and in a twentieth of its time."""
+    leaves = [t for t in tensors if t is not None]
+    generator = torch.Generator().manual_seed(9)
+    y = function(*tensors)
+    dy = torch.randn(y.shape, generator=generator, dtype=y.dtype).requires_grad_()
+    gradients = torch.autograd.grad(y, leaves, dy, create_graph=True)
+    along = sum((g * torch.randn(g.shape, generator=generator, dtype=g.dtype)).sum() for g in gradients)
+    return list(torch.autograd.grad(along, [dy, *leaves], materialize_grads=True))
+
+
 def signal_to_noise(found: Tensor, exact: Tensor) -> float:
     """In decibels."""
     exact, found = exact.detach().double(), found.detach().double()

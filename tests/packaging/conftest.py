@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.helpers.distributions import ROOT, build, run
+from tests.helpers.distributions import ROOT, build, run, unpacked
 
 from comera.kernels.cpp.compiler import find
 
@@ -37,12 +37,13 @@ def compiler_variables(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 def built(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, compiler_variables: Mapping[str, str]
 ) -> Path:
-    """A folder with the wheel and the sdist of this tree."""
+    """A folder with the sdist of this tree, and the wheel that is built from that."""
     folder = request.config.getoption("--built", default=None)
     if folder is not None:
         return Path(folder).absolute()
     folder = tmp_path_factory.mktemp("dist")
-    build(ROOT, folder, **compiler_variables)
+    build(ROOT, folder, "-t", "sdist")
+    build(unpacked(folder, tmp_path_factory.mktemp("tree")), folder, "-t", "wheel", **compiler_variables)
     return folder
 
 

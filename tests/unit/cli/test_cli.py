@@ -343,7 +343,7 @@ def test_compare_stops_at_a_run_that_fails(
 
 @pytest.mark.usefixtures("no_report")
 def test_an_interrupted_comparison_resumes(tiny: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out, steps = tmp_path / "both", 600
+    out, steps = tmp_path / "both", 200
     argv = ["compare", "code-lm", "--methods", "comera,dense", "--out", str(out), *tiny, "--train.steps", str(steps)]
     metrics = out / "comera" / "metrics.jsonl"
     with subprocess.Popen([sys.executable, "-m", "comera", *argv]) as process:

@@ -20,7 +20,7 @@ COMMANDS = (
     "inspect saved",
     "completion bash",
     "completion zsh",
-    "train lm --print_config",
+    "train pinn --print_config",
     "--help",
     "--version",
     "train lm --help",

@@ -10,7 +10,7 @@ from comera.ops.planner.plan import plan_linear
 from comera.tt.dense import materialize
 from comera.tt.spec import TTSpec
 
-from ...helpers.oracle import operands, oracle, signal_to_noise, values_and_gradients
+from ...helpers.oracle import operands, oracle, second_derivatives, signal_to_noise, values_and_gradients
 from ...helpers.specs import btt, force, tt
 
 STRATEGIES = ["low_rank", "sequential", "dense"]
@@ -52,15 +52,15 @@ def test_agrees_with_the_dense_oracle(spec, strategy, lead, bias):
 
 
 @pytest.mark.parametrize(("spec", "strategy"), EVERY, ids=str)
-def test_first_and_second_derivatives_pass_gradcheck(spec, strategy):
+def test_second_derivatives_are_those_of_the_oracle(spec, strategy):
     tensors = operands(spec, (2,))
-    assert torch.autograd.gradcheck(force(spec, strategy), tensors, fast_mode=True)
-    assert torch.autograd.gradgradcheck(force(spec, strategy), tensors, fast_mode=True)
+    found = second_derivatives(force(spec, strategy), tensors)
+    exact = second_derivatives(lambda *t: oracle(spec, *t), tensors)
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2]], ids=str)
-def test_full_gradcheck_of_the_halves(spec):
-    assert torch.autograd.gradcheck(force(spec, "low_rank"), operands(spec, (3,)))
+def test_full_gradcheck_of_the_halves():
+    assert torch.autograd.gradcheck(force(SPECS[1], "low_rank"), operands(SPECS[1], (3,)))
 
 
 @pytest.mark.parametrize(
