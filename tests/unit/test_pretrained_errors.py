@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, tensorize_
+from comera.convert.ngrams import ngrams_
 from comera.errors import CheckpointError
 from comera.pretrained import load_pretrained, read_manifest, save_pretrained, stored
 from comera.pretrained.folder import file_header
@@ -152,6 +153,18 @@ def test_trains_that_are_tied_in_the_file_only_are_refused(tmp_path: Path) -> No
     tensorize_(model, apart)
     rewrite(tmp_path, lambda t, m: m["trains"][0]["names"].update({"head.tt": "TTMEmbedding"}))
     assert_refused(model, tmp_path, "embed.tt, head.tt: expected to share one tensor train in the model as in the file")
+
+
+def test_a_table_of_ngrams_comes_with_a_load_that_fits_only(tmp_path: Path) -> None:
+    def shared(classes: int) -> Any:
+        table = nn.Embedding(50, 16)
+        return nn.ModuleDict({"encoder": table, "decoder": table, "head": nn.Linear(16, classes)})
+
+    ngrams_(model := shared(4), order=3, rank=8)
+    save_pretrained(model, tmp_path)
+    assert_refused(other := shared(5), tmp_path, r"head.weight: expected \(5, 16\), got \(4, 16\) in the file")
+    assert type(other["encoder"]) is nn.Embedding
+    assert_same_state(load_pretrained(shared(4), tmp_path), state(model))
 
 
 def test_values_that_no_file_holds_are_refused(saved: Path) -> None:

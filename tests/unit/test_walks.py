@@ -73,7 +73,7 @@ def checkpoint(run: Path) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     ("begin", "kinds", "files", "stays"),
-    [(linear, Tensor, 12, 26), (bag, Tensor, 9, 14), (checkpoint, Tensor | nn.Module, 9, 17)],
+    [(linear, Tensor, 12, 26), (bag, Tensor, 9, 14), (checkpoint, Tensor | nn.Module, 8, 12)],
 )
 def test_a_walk_gets_no_longer(
     begin: Callable[[Path], Callable[[], object]],

@@ -28,9 +28,10 @@ from comera.adapters.sites import Site, check_apart, find_sites
 from comera.convert.select import all_names
 from comera.errors import CheckpointError, ComeraError
 from comera.files import replace_file
+from comera.nn.adapted import type_name
 from comera.nn.tensor_train import TensorTrain
 from comera.pretrained.folder import FORMAT, Kind, SavedTrain, file_header, read_folder
-from comera.pretrained.sharded import is_writer, type_name, whole
+from comera.pretrained.sharded import is_writer, whole
 from comera.pretrained.stored import checksum
 from comera.tt.spec import TTSpec
 
@@ -150,7 +151,7 @@ def load_adapters_(model: nn.Module, folder: str | Path) -> AdapterReport:
     """
     folder = Path(folder)
     check_plain(model, CheckpointError, "load_adapters_")
-    manifest, stored = read_folder(folder, _ADAPTERS)
+    manifest, saved_trains, stored = read_folder(folder, _ADAPTERS)
     try:
         adapter, head_names = TTAdapter(**manifest["adapter"]), [str(name) for name in manifest["also_train"]]
     except (KeyError, TypeError, ComeraError) as error:
@@ -160,8 +161,7 @@ def load_adapters_(model: nn.Module, folder: str | Path) -> AdapterReport:
     modules = dict(model.named_modules(remove_duplicate=False))
     problems: list[str] = []
     trains: dict[Site, TensorTrain] = {}
-    for entry in manifest["trains"]:
-        saved = SavedTrain.of(entry)
+    for saved in saved_trains:
         (at,) = saved.names
         name = at.removeprefix(_PREFIX).removesuffix("tt").strip(".")
         problem = _misfit(name, saved, sites.get(name), modules.get(name))

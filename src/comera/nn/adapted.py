@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from comera.errors import ComeraError
 from comera.kernels.tracing import traced
 from comera.nn.linear import TTLinear
+from comera.nn.ngram import NGramEmbedding
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.nn.weight import lazy_weight
 
@@ -156,6 +157,24 @@ def detach_(layer: Adapted) -> None:
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
     """The layers of a model that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+
+
+def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
+    """Every tensor train with all of its names, and the type of the layer that holds it under each; without adapters,
+    which are no part of a model's own weights."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    beside = {layer.adapter.tt for layer in adapted_layers(model).values()}
+    names: dict[TensorTrain, dict[str, str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, TensorTrain) and module not in beside:
+            names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
+    return names
+
+
+def type_name(layer: nn.Module) -> str:
+    """Name of the type of a layer, without the types that `fully_shard`, adapters and n-grams put before it."""
+    kinds = (kind for kind in type(layer).__mro__ if not issubclass(kind, Adapted | NGramEmbedding))
+    return next(kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP"))
 
 
 def refuse_adapters(model: nn.Module, error: type[ComeraError], call: str, instead: str) -> None:

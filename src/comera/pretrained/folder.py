@@ -16,7 +16,7 @@ the manifest's own stands beside it in the header. Files without them, of before
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -25,12 +25,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 
 from comera.errors import CheckpointError, SpecError
-from comera.nn.adapted import adapted_layers
 from comera.nn.tensor_train import TensorTrain
-from comera.pretrained.sharded import type_name
 from comera.pretrained.stored import MANIFEST_ENTRY, WEIGHTS, StoredTensors
 from comera.tt.spec import Spec, spec_from_dict
 
@@ -162,8 +160,10 @@ MODEL = Kind(
 )
 
 
-def read_folder(folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True) -> tuple[dict[str, Any], StoredTensors]:
-    """Manifest and tensors of a saved model, tied tensors under each of their names."""
+def read_folder(
+    folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True
+) -> tuple[dict[str, Any], list[SavedTrain], StoredTensors]:
+    """Manifest, tensor trains and tensors of a saved model, tied tensors under each of their names."""
     path = folder / kind.file
     try:
         tensors = StoredTensors.open(folder, kind.file)
@@ -185,8 +185,7 @@ def read_folder(folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True) 
                 f"{path}: expected manifest format {FORMAT}, got {manifest['format']} "
                 f"(written by version {manifest['comera']}): update this library"
             )
-        for entry in manifest["trains"]:
-            SavedTrain.of(entry)
+        trains = [SavedTrain.of(entry) for entry in manifest["trains"]]
         if with_tensors and has_sums and manifest["checksum"] != tensors.sums():
             raise CheckpointError(f"{path} is damaged: its tensors differ from their checksum. Take another copy")
         if with_tensors:
@@ -198,21 +197,4 @@ def read_folder(folder: Path, kind: Kind = MODEL, *, with_tensors: bool = True) 
         raise
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: its manifest is damaged ({error!r}): take another copy") from error
-    return manifest, tensors
-
-
-def train_names(model: nn.Module) -> dict[TensorTrain, dict[str, str]]:
-    """Every tensor train with all of its names, and the type of the layer that holds it under each; without adapters,
-    which are no part of a model's own weights."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    beside = {layer.adapter.tt for layer in adapted_layers(model).values()}
-    names: dict[TensorTrain, dict[str, str]] = {}
-    for name, module in modules.items():
-        if isinstance(module, TensorTrain) and module not in beside:
-            names.setdefault(module, {})[name] = type_name(modules[name.rpartition(".")[0]])
-    return names
-
-
-def transient_buffers(model: nn.Module, saved: Container[str]) -> dict[str, Tensor]:
-    """Buffers that `state_dict` skips (persistent=False). saved: the names that it has."""
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in saved}
+    return manifest, trains, tensors

@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from comera.convert.ngrams import empty_table, finish_ngrams_, ngram_place
 from comera.convert.registry import dense_place, refusal
 from comera.convert.swap import compress_layers_
 from comera.errors import CheckpointError
-from comera.nn.adapted import refuse_adapters
+from comera.nn.adapted import refuse_adapters, train_names
 from comera.nn.changes import notify_conversion
-from comera.nn.ngram import NGramEmbedding, attach_ngrams_, detach_ngrams_
+from comera.nn.ngram import NGramEmbedding, NGramTable, attach_ngrams_
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import TensorTrain
-from comera.pretrained.folder import SavedTrain, read_folder, train_names, transient_buffers
+from comera.pretrained.folder import SavedTrain, read_folder
 from comera.pretrained.sharded import shard_like
 from comera.pretrained.stored import MAPPED, StoredTensors, packed
 from comera.pretrained.transformers_folder import read_transformers_folder
@@ -73,76 +73,18 @@ def load_pretrained(
         ('TTMEmbedding', 'TTLinear')
     """
     folder = Path(folder)
-    instead = "load the model first, then its adapters with comera.adapters.load_adapters_"
-    refuse_adapters(model, CheckpointError, "load_pretrained", instead)
-    trains, stored, transient = _read(folder, model)
-    added = _add_tables_(model, trains)
-    try:
-        plan = _Plan(model, stored, transient)
-        for saved in trains:
-            plan.place(saved)
-        plan.match()
-        plan.check(folder, strict=strict)
-        written, replaced = plan.parameters()
-        _check_optimizers(model, replaced, optimizers)
-    except CheckpointError:
-        for embedding in added:
-            detach_ngrams_(embedding)
-        raise
+    plan = _Plan(model, folder)
+    for saved in plan.trains:
+        plan.place(saved)
+    plan.match()
+    plan.check(folder, strict=strict)
+    written, replaced = plan.parameters()
+    _check_optimizers(model, replaced, optimizers)
     if plan.unmatched:
         warnings.warn(f"{folder}: ignored what does not match: {'; '.join(plan.unmatched)}", stacklevel=2)
     plan.apply()
-    if added:
-        finish_ngrams_(model, added)
     reset_state_(written, optimizers)
     return model
-
-
-def _add_tables_(model: nn.Module, trains: Iterable[SavedTrain]) -> list[NGramEmbedding]:
-    """Put empty n-gram tables where the file has them and the model has none; the embeddings that got one."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    added: list[NGramEmbedding] = []
-    for saved in trains:
-        if not isinstance(saved.spec, NGramSpec):
-            continue
-        for embedding in [ngram_place(modules, name.rpartition(".")[0]) for name in saved.names]:
-            if embedding is not None and not isinstance(embedding, NGramEmbedding):
-                like = next(embedding.parameters())
-                attach_ngrams_(embedding, empty_table(saved.spec, saved.init_std, saved.threshold, like, like.device))
-                added.append(embedding)  # type: ignore[arg-type]  # its class has changed
-    return added
-
-
-def _read(folder: Path, model: nn.Module) -> tuple[list[SavedTrain], StoredTensors, set[str]]:
-    """Tensor trains, tensors and names of transient buffers in a folder."""
-    found = read_transformers_folder(folder)
-    if found is None:
-        manifest, stored = read_folder(folder)
-        return [SavedTrain.of(entry) for entry in manifest["trains"]], stored, set(manifest["transient"])
-    trains, stored = found
-    own = {
-        *model.state_dict(keep_vars=True),
-        *(key for saved in trains for at in saved.names for key in saved.shapes(at)),
-    }
-    library = sys.modules.get("transformers.modeling_utils")
-    theirs: Any = model if library is not None and isinstance(model, library.PreTrainedModel) else None
-    computed = own.intersection(getattr(theirs, "_keys_to_ignore_on_save", None) or ()) - stored.keys()
-    if theirs is not None and (computed or not stored.keys() <= own):
-        # transformers does not store what it computes, such as sinusoidal tables, and the first versions of this
-        # library left it to store some models under the names and in the parts of their first release
-        loaded, info = type(theirs).from_pretrained(folder, dtype="auto", output_loading_info=True)
-        trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
-        missing = info["missing_keys"] - computed
-        stored = StoredTensors({key: value for key, value in loaded.state_dict().items() if key not in missing})
-    names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
-    for key, value in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(value), []).append(key)
-    for tied in names.values():
-        there = [key for key in tied if key in stored]
-        for key in tied if there else ():
-            if key not in stored:
-                stored.tie(key, there[0])
-    return trains, stored, set()
 
 
 def _check_optimizers(model: nn.Module, replaced: set[Tensor], optimizers: Iterable[Optimizer]) -> None:
@@ -183,17 +125,51 @@ class _Placement:
 class _Plan:
     """What loading will do to a model; `apply` changes it once everything else has been checked."""
 
-    def __init__(self, model: nn.Module, stored: StoredTensors, transient: set[str]) -> None:
-        self.model, self.stored, self._transient = model, stored, transient
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        instead = "load the model first, then its adapters with comera.adapters.load_adapters_"
+        refuse_adapters(model, CheckpointError, "load_pretrained", instead)
+        self.model = model
         self.problems: list[str] = []  # what cannot be loaded at all
         self.unmatched: list[str] = []  # what only the file or only the model holds
         self.placements: list[_Placement] = []
+        self.tables: dict[nn.Module, NGramTable] = {}  # for embeddings without one beside which the file has one
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._left = {key: shape for key, shape in stored.shapes.items() if key not in transient}
-        state = model.state_dict(keep_vars=True)
-        self.state: dict[str, Tensor] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        self.meta_buffers = {key: b for key, b in transient_buffers(model, state).items() if b.is_meta}
         self._train_names = train_names(model)
+        state = model.state_dict(keep_vars=True)
+        self._versions = getattr(state, "_metadata", {})
+        self.state: dict[str, Tensor] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        buffers = model.named_buffers(remove_duplicate=False)
+        self.meta_buffers = {key: buffer for key, buffer in buffers if buffer.is_meta and key not in state}
+        self.trains, self.stored, self._transient = self._read(folder)
+        self._left = {key: shape for key, shape in self.stored.shapes.items() if key not in self._transient}
+
+    def _read(self, folder: Path) -> tuple[list[SavedTrain], StoredTensors, set[str]]:
+        """Tensor trains, tensors and names of transient buffers in a folder."""
+        found = read_transformers_folder(folder)
+        if found is None:
+            manifest, trains, stored = read_folder(folder)
+            return trains, stored, set(manifest["transient"])
+        trains, stored = found
+        own = {*self.state, *(key for saved in trains for at in saved.names for key in saved.shapes(at))}
+        library = sys.modules.get("transformers.modeling_utils")
+        theirs: Any = self.model if library is not None and isinstance(self.model, library.PreTrainedModel) else None
+        computed = own.intersection(getattr(theirs, "_keys_to_ignore_on_save", None) or ()) - stored.keys()
+        if theirs is not None and (computed or not stored.keys() <= own):
+            # transformers does not store what it computes, such as sinusoidal tables, and the first versions of this
+            # library left it to store some models under the names and in the parts of their first release
+            loaded, info = type(theirs).from_pretrained(folder, dtype="auto", output_loading_info=True)
+            trains = [SavedTrain.of(SavedTrain.entry(tt, names)) for tt, names in train_names(loaded).items()]
+            missing = info["missing_keys"] - computed
+            stored = StoredTensors({key: value for key, value in loaded.state_dict().items() if key not in missing})
+        names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
+        for key, value in self.state.items():
+            names.setdefault(id(value), []).append(key)
+        for tied in names.values():
+            there = [key for key in tied if key in stored]
+            for key in tied if there else ():
+                if key not in stored:
+                    stored.tie(key, there[0])
+        return trains, stored, set()
 
     @property
     def found(self) -> bool:
@@ -205,6 +181,8 @@ class _Plan:
         placement = _Placement(saved)
         for name, kind in saved.names.items():
             path, _, attribute = name.rpartition(".")
+            if isinstance(saved.spec, NGramSpec):
+                self._add_table(path, saved, saved.spec)
             module = self._modules.get(path)
             for key, shape in saved.shapes(name).items():
                 came = self._left.pop(key, None)
@@ -242,6 +220,19 @@ class _Plan:
         if placement.holders and (placement.dense or len(tied) > 1 or set(tied[0]) != set(placement.names)):
             where = ", ".join(placement.names)
             self.problems.append(f"{where}: expected to share one tensor train in the model as in the file, or dense")
+
+    def _add_table(self, path: str, saved: SavedTrain, spec: NGramSpec) -> None:
+        """Plan an empty table of n-grams at a path of the file, if that is beside an embedding without one."""
+        embedding = ngram_place(self._modules, path)
+        if embedding is None or embedding in self.tables or isinstance(embedding, NGramEmbedding):
+            return
+        like = next(embedding.parameters())
+        table = self.tables[embedding] = empty_table(spec, saved.init_std, saved.threshold, like, like.device)
+        for beside in [name for name, module in self._modules.items() if module is embedding]:
+            at = f"{beside}.ngrams".removeprefix(".")
+            self._modules[at] = table
+            self._train_names.setdefault(table.tt, {})[f"{at}.tt"] = type(table).__name__
+            self.state |= {f"{at}.{key}": own for key, own in table.state_dict(keep_vars=True).items()}
 
     def match(self) -> None:
         """Compare the other tensors of the model with what is left in the file."""
@@ -298,6 +289,8 @@ class _Plan:
     @torch.no_grad()
     def apply(self) -> None:
         """Change the model; nothing can fail any more."""
+        for embedding, table in self.tables.items():
+            attach_ngrams_(embedding, table)
         new: dict[tuple[nn.Module, str], TensorTrain] = {}
         for placement in self.placements:
             saved, held = placement.saved, placement.in_place
@@ -326,20 +319,26 @@ class _Plan:
 
         there = {key: own for key, own in self.state.items() if not own.is_meta}
         for names in packed(there, MAPPED):
-            self._load({key: shard_like(self.stored[key], there[key]) for key in names})
-        made: dict[int, Tensor] = {}  # tied ones stay tied
-        for key, own in self.state.items():
-            if own.is_meta and id(own) not in made:
-                value = self.stored[key].to(own.dtype).clone()
-                made[id(own)] = nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
-        self._load({key: made[id(own)] for key, own in self.state.items() if own.is_meta}, assign=True)
+            self._load(names)
+        self._load([key for key in self.state if key not in there], assign=True)
         for key, buffer in self.meta_buffers.items():
             path, _, leaf = key.rpartition(".")
             self.model.get_submodule(path)._buffers[leaf] = self.stored[key].to(buffer.dtype).clone()
+        if self.tables:
+            finish_ngrams_(self.model, list(self.tables))
 
-    def _load(self, tensors: Mapping[str, Tensor], *, assign: bool = False) -> None:
-        state = OrderedDict(tensors)
-        state._metadata = getattr(self.model.state_dict(), "_metadata", {})  # type: ignore[attr-defined]  # versions
+    def _load(self, names: Sequence[str], *, assign: bool = False) -> None:
+        """Load these tensors of the file into those of the model. assign: in the place of them, on the meta device."""
+        made: dict[int, Tensor] = {}  # tied ones are read once, and stay tied
+        for key in names:
+            own = self.state[key]
+            if id(own) not in made and assign:
+                value = self.stored[key].to(own.dtype).clone()
+                made[id(own)] = nn.Parameter(value, own.requires_grad) if isinstance(own, nn.Parameter) else value
+            elif id(own) not in made:
+                made[id(own)] = shard_like(self.stored[key], own)
+        state = OrderedDict((key, made[id(self.state[key])]) for key in names)
+        state._metadata = self._versions  # type: ignore[attr-defined]
         self.model.load_state_dict(state, strict=False, assign=assign)
 
     def _held_misfit(self, module: nn.Module, name: str, held: object, kind: str, spec: Spec) -> str | None:

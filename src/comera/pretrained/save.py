@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.errors import CheckpointError
 from comera.files import replace_file
-from comera.nn.adapted import refuse_adapters
-from comera.pretrained.folder import FORMAT, MANIFEST, SavedTrain, file_header, train_names, transient_buffers
+from comera.nn.adapted import refuse_adapters, train_names
+from comera.pretrained.folder import FORMAT, MANIFEST, SavedTrain, file_header
 from comera.pretrained.sharded import is_writer
 from comera.pretrained.stored import WEIGHTS, write_tensors
 
@@ -79,7 +79,7 @@ def _stored_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     state = model.state_dict(keep_vars=True)
-    transient = transient_buffers(model, state)
+    transient = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in state}
     state.pop("_metadata", None)  # neuraloperator notes there how a model was made
     for name, value in {**state, **transient}.items():
         if not isinstance(value, Tensor) or value.is_meta:

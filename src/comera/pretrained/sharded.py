@@ -7,10 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
-
-from comera.nn.adapted import Adapted
-from comera.nn.ngram import NGramEmbedding
+from torch import Tensor
 
 
 def _library() -> Any:
@@ -41,9 +38,3 @@ def is_writer(tensors: Iterable[Tensor]) -> bool:
     """Whether this process writes what all of them have gathered: the first one, or any if nothing is sharded."""
     meshes = [tensor.device_mesh for tensor in tensors if is_sharded(tensor)]  # type: ignore[attr-defined]
     return all(not any(mesh.get_coordinate() or ()) for mesh in meshes)
-
-
-def type_name(layer: nn.Module) -> str:
-    """Name of the type of a layer, without the types that `fully_shard`, adapters and n-grams put before it."""
-    kinds = (kind for kind in type(layer).__mro__ if not issubclass(kind, Adapted | NGramEmbedding))
-    return next(kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP"))

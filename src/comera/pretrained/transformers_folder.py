@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from comera.errors import CheckpointError
-from comera.pretrained.folder import SavedTrain, train_names, with_stored_layout
+from comera.nn.adapted import train_names
+from comera.pretrained.folder import SavedTrain, with_stored_layout
 from comera.pretrained.stored import MANIFEST_ENTRY, StoredTensors
 
 QUANT_METHOD = "comera"  # quant_method in config.json

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from comera.errors import CheckpointError, ConfigError, RankError, TrainingError
 from comera.files import damage, flush, replace_folder, write_sums
 from comera.kernels.select import kernels_in_use
-from comera.pretrained import load_pretrained, save_pretrained, tensor_headers
+from comera.pretrained import load_pretrained, save_pretrained
 from comera.pretrained.stored import StoredTensors, write_tensors
 from comera.rank.controller import RankController
 from comera.rank.state import RankState
@@ -279,7 +279,7 @@ def _read_tensors(folder: Path, trainer: TrainerState) -> StoredTensors:
     """The optimizer's tensors, not read yet, checked against the model beside them and the scalars of trainer.json."""
     try:
         tensors = StoredTensors.open(folder, _STATE_FILE)
-        shapes = {name: shape for name, (shape, _) in tensor_headers(folder).items()}
+        shapes = StoredTensors.open(folder).shapes
     except (OSError, CheckpointError) as error:
         raise broken(folder, "whole safetensors files", str(error)) from error
     held = {entry.rpartition(":")[::2] for entry in tensors}
