@@ -47,7 +47,7 @@
       height: HEIGHT,
       series: [{ label: data.axes[axis], value: legend }, ...series],
       scales: {
-        x: { time: false, distr: data.log.includes("x") ? 3 : 1, ...(dots ? { range: padded } : {}) },
+        x: { time: false, distr: data.log.includes("x") ? 3 : 1, range: dots ? padded : whole },
         y: { distr: data.log.includes("y") ? 3 : 1, ...(data.zero ? { range: (u, low, high) => [0, high * 1.08 || 1] } : {}) },
       },
       axes: [
@@ -64,6 +64,9 @@
   // of a logarithmic axis, the ticks that get a number
   const round = (u, splits) => splits.map((value) => (/^[1235]\.0+e/.test(value.toExponential(6)) ? value : null));
   const padded = (u, low, high) => (u.scales.x.distr === 3 ? [low / 1.5, high * 1.5] : [low - (high - low || 1) * 0.15, high + (high - low || 1) * 0.15]);
+
+  // one point alone stands at the end of an axis from 0; uPlot would go on to twice its place
+  const whole = (u, low, high) => (low < high ? [low, high] : u.scales.x.distr === 3 ? padded(u, low, high) : [0, high || 1]);
 
   function marks(u, data, axis) {
     const { ctx, bbox } = u;
