@@ -21,6 +21,13 @@ for line in sys.stdin:
         os._exit(0)  # taking all modules down takes a second
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+_SCRIPT = """
+import runpy, sys, warnings
+sys.argv = sys.argv[1:]
+sys.warnoptions.append("error")  # for the processes that it starts
+warnings.simplefilter("error")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @cache
@@ -39,3 +46,8 @@ def run_fresh(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
         print(json.dumps([program, argv, *map(str, outputs)]), file=server.stdin, flush=True)
         status = int(server.stdout.readline())
         return subprocess.CompletedProcess([program, *argv], status, *(path.read_text() for path in outputs))
+
+
+def run_script(script: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The same of `python -W error SCRIPT ARGV`. All that are forked here have one order of sets of strings."""
+    return run_fresh(_SCRIPT, str(script), *argv)
