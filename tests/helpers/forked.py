@@ -1,23 +1,11 @@
-"""Processes that are forked from one server: it has imported once what takes seconds, whoever asks first."""
+"""Processes that are forked from one server, which has imported once what takes seconds."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-LIBRARIES = [
-    "torch._dynamo",
-    "torch.distributed.launcher.api",
-    "accelerate",
-    "peft",
-    "pytorch_lightning",
-    "transformers.trainer",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.llama.modeling_llama",
-    "jsonargparse",
-    "comera.recipes.code_lm.recipe",
-    "comera.recipes.dlrm.recipe",
-    "comera.recipes.lm.recipe",
-    "comera.report.html",
-]
+LIBRARIES = ["torch._dynamo", "torch.distributed.launcher.api", "accelerate", "peft", "pytorch_lightning", "jsonargparse"]
+LIBRARIES += [f"transformers.{name}" for name in ("trainer", "models.bert.modeling_bert", "models.llama.modeling_llama")]
+LIBRARIES += [f"comera.{name}" for name in ("recipes.code_lm.recipe", "recipes.dlrm.recipe", "recipes.lm.recipe")]
 
 
 def context() -> ForkServerContext:

@@ -38,13 +38,10 @@ def _server() -> subprocess.Popen[str]:
 
 def run_fresh(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
     """What `python -c PROGRAM ARGV` prints and ends with, in this environment as it was at the first of these calls."""
-    server = _server()
-    assert server.stdin
-    assert server.stdout
     with TemporaryDirectory() as folder:
         outputs = Path(folder, "out"), Path(folder, "err")
-        print(json.dumps([program, argv, *map(str, outputs)]), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
+        print(json.dumps([program, argv, *map(str, outputs)]), file=_server().stdin, flush=True)
+        status = int(_server().stdout.readline())  # type: ignore[union-attr]
         return subprocess.CompletedProcess([program, *argv], status, *(path.read_text() for path in outputs))
 
 

@@ -108,15 +108,9 @@ def test_a_run_that_was_killed_under_torchrun_resumes_on_one_process_and_on_two_
         logs = tmp_path / f"logs-{last}"
         logs.mkdir()
         options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(str(logs), Std.ALL), "run_id": str(last)}
-        options |= {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "max_restarts": 0}
-        config = LaunchConfig(1, 1, 2, local_addr="localhost", start_method="forkserver", **options)
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-        try:
-            elastic_launch(config, killed_at)(last, ["train", "lm", *settings, *more])
-        finally:
-            for number, handler in handlers.items():
-                if signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
+        options |= {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        options |= {"start_method": "forkserver", "max_restarts": 0, "signals_to_handle": "SIGUSR1"}  # which nobody sends
+        elastic_launch(LaunchConfig(1, 1, 2, **options), killed_at)(last, ["train", "lm", *settings, *more])
         return "".join(file.read_text() for file in logs.rglob("stderr.log"))
 
     def saved() -> tuple[str, int, int, int]:
