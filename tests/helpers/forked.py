@@ -3,9 +3,10 @@
 import multiprocessing
 from multiprocessing.context import ForkServerContext
 
-LIBRARIES = ["torch._dynamo", "torch.distributed.launcher.api", "accelerate", "peft", "pytorch_lightning", "jsonargparse"]
-LIBRARIES += [f"transformers.{name}" for name in ("trainer", "models.bert.modeling_bert", "models.llama.modeling_llama")]
-LIBRARIES += [f"comera.{name}" for name in ("recipes.code_lm.recipe", "recipes.dlrm.recipe", "recipes.lm.recipe")]
+LIBRARIES = ["torch._dynamo", "torch.distributed.launcher.api", "accelerate", "peft", "pytorch_lightning"]
+LIBRARIES += [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "llama")]
+LIBRARIES += [f"comera.recipes.{name}.recipe" for name in ("code_lm", "dlrm", "lm")]
+LIBRARIES += ["jsonargparse", "transformers.trainer"]
 
 
 def context() -> ForkServerContext:
