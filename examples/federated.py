@@ -347,7 +347,7 @@ def run(settings: Settings) -> list[dict[str, object]]:
     """Accuracy, bytes up and down, and the clients of each round."""
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "comera.adapters"])  # imported once for all processes
+    context.set_forkserver_preload(["torch._dynamo", "comera.adapters"])  # imported once for all processes
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, str(Path(folder, "store")), settings) for rank in range(settings.clients + 1)]
         processes = [context.Process(target=process, args=given, daemon=True) for given in arguments]

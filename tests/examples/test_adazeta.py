@@ -4,8 +4,6 @@ what is wrong with its input."""
 import gzip
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from comera.adapters import load_adapters_
 from comera.errors import ConfigError
 from comera.recipes.bert import ModelConfig
 
+from ..helpers.fresh_python import run_script
 from ..helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "adazeta.py"
@@ -50,8 +49,7 @@ def trainer(method: str, out: Path, **changed: Any) -> tuple[Any, Any]:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two steps of all methods, at two rates, with warnings as errors."""
     out = tmp_path_factory.mktemp("adazeta")
-    command = [sys.executable, "-W", "error", str(SCRIPT), *options(out, "--rates", "1e-2", "1e-1")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_script(SCRIPT, *options(out, "--rates", "1e-2", "1e-1"))
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
 

@@ -1,6 +1,5 @@
 """Every script in examples/ runs; those that train resume after a kill, with cut ranks, as if there had been none."""
 
-import multiprocessing
 import os
 import re
 import runpy
@@ -16,15 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from ..helpers.forked import context
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIBRARIES = [
-    "comera.cli.main",
-    "accelerate",
-    "peft",
-    "pytorch_lightning",
-    "torch.distributed.checkpoint",
-    "transformers",
-]
 TRAINING = {  # name -> processes
     "train_accelerate": 1,
     "train_ddp": 2,
@@ -73,8 +66,7 @@ def run_script(name: str, out: Path, output: Path, kill_after: int | None, place
 
 def run(name: str, out: Path, *, kill_after: int | None = None) -> list[str]:
     """The lines that the first process printed. A killed process takes the others with it, as under torchrun."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LIBRARIES, __name__])
+    forked = context()
     world = TRAINING.get(name, 1)
     places: Sequence[dict[str, str]] = [{}]
     if world > 1:
@@ -88,7 +80,7 @@ def run(name: str, out: Path, *, kill_after: int | None = None) -> list[str]:
     for place, output in zip(places, outputs, strict=True):
         first = not processes
         processes.append(
-            context.Process(target=run_script, args=(name, out, output, kill_after if first else None, place))
+            forked.Process(target=run_script, args=(name, out, output, kill_after if first else None, place))
         )
         processes[-1].start()
     processes[0].join(240)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from comera.adapters import load_adapters_
 
+from ..helpers.fresh_python import run_script
 from ..helpers.scripts import load_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "federated.py"
@@ -22,10 +23,13 @@ example = load_script(SCRIPT)
 TINY = ("--hidden", "16", "--pretrain-steps", "3", "--rounds", "2", "--steps", "2", "--batch", "4", "--clients", "2")
 
 
-def run(out: Path, *options: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
-    """The rounds of each method, and what was printed."""
-    command = [sys.executable, "-W", "error", str(SCRIPT), "--out", str(out), *TINY, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(out: Path, *options: str, alone: bool = False) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """The rounds of each method, and what was printed. alone: in a new Python."""
+    argv = ["--out", str(out), *TINY, *options]
+    if alone:
+        done = subprocess.run([sys.executable, str(SCRIPT), *argv], capture_output=True, text=True, check=False)
+    else:
+        done = run_script(SCRIPT, *argv)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {method: out / f"{method}.json" for method in example.METHODS}
     return {name: json.loads(file.read_text()) for name, file in found.items() if file.exists()}, done.stdout
@@ -116,15 +120,15 @@ def test_a_killed_client_is_left_out_and_the_others_go_on(tmp_path: Path) -> Non
 
 
 def test_without_any_client_the_run_ends_with_the_reason(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), *TINY, "--clients", "1", "--vanish", "1"]
-    done = subprocess.run([*command, "--methods", "head"], capture_output=True, text=True, check=False)
+    options = ("--clients", "1", "--vanish", "1", "--methods", "head")
+    done = run_script(SCRIPT, "--out", str(tmp_path), *TINY, *options)
     assert done.returncode == 1
     assert "round 1: no client is left" in done.stderr
 
 
 def test_the_seed_decides_everything(rounds: tuple[Path, dict[str, list[dict[str, Any]]]], tmp_path: Path) -> None:
     out, found = rounds
-    again, _ = run(tmp_path, "--methods", "tt")
+    again, _ = run(tmp_path, "--methods", "tt", alone=True)
     assert again["tt"] == found["tt"]
     weights = Path("adapters-tt", "adapter_model.safetensors")
     assert contents(tmp_path / weights) == contents(out / weights)

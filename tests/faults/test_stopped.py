@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,15 @@ def dense() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 24), nn.ReLU(), nn.Linear(24, 8))
 
 
+@cache
+def outputs_of(seed: int) -> torch.Tensor:
+    return model(seed)(INPUTS)  # type: ignore[no-any-return]
+
+
 def of(outputs: torch.Tensor) -> str:
     """Whose outputs these are."""
     for name, seed in (("old", 1), ("new", 2)):
-        if torch.allclose(outputs, model(seed)(INPUTS), rtol=0, atol=1e-5):
+        if torch.allclose(outputs, outputs_of(seed), rtol=0, atol=1e-5):
             return name
     return "something else"
 

@@ -1,20 +1,20 @@
 """Processes that train as `accelerate launch --cpu` starts them."""
 
-import multiprocessing
 import os
 import socket
 import warnings
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
+from .forked import context
 
-def start(work: Callable[..., None], *args: Any) -> multiprocessing.process.BaseProcess:
+
+def start(work: Callable[..., None], *args: Any) -> BaseProcess:
     """A process of its own for a function at the top of its module."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", __name__, work.__module__])  # imported once, then forked
-    process = context.Process(target=work, args=args)
+    process = context().Process(target=work, args=args)
     process.start()
     return process
 

@@ -1,6 +1,5 @@
 """Work done by several processes that talk over gloo, as torchrun would start them."""
 
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -14,18 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .forked import context
+
 
 def in_processes(work: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
     """What `work(rank, *args)` returned in each process; AssertionError with its traceback where it raised.
 
     work: a function at the top of its module. Each process runs on one thread, warnings are errors.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", __name__, work.__module__])  # imported once, then forked
+    forked = context()
     with tempfile.TemporaryDirectory() as folder:
-        ends = [context.Pipe(duplex=False) for _ in range(world)]
+        ends = [forked.Pipe(duplex=False) for _ in range(world)]
         processes = [
-            context.Process(target=_process, args=(sender, rank, world, str(Path(folder, "store")), work, args))
+            forked.Process(target=_process, args=(sender, rank, world, str(Path(folder, "store")), work, args))
             for rank, (_, sender) in enumerate(ends)
         ]
         for process in processes:

@@ -1,7 +1,5 @@
 """Runs a torch.export program in a fresh process that can import neither comera nor transformers."""
 
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .fresh_python import run_fresh
 
 _SCRIPT = """
 import sys
@@ -35,8 +35,7 @@ def run_without_comera(program: Path, batches: Sequence[Sequence[Tensor] | Mappi
     with TemporaryDirectory() as place:
         inputs, outputs = f"{place}/inputs.pt", f"{place}/outputs.pt"
         torch.save(calls, inputs)
-        command = [sys.executable, "-I", "-c", _SCRIPT, str(program), inputs, outputs]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        shown = run_fresh(_SCRIPT, str(program), inputs, outputs)
         assert shown.returncode == 0, shown.stderr
         assert shown.stdout == "[]\n"
         results: list[Any] = torch.load(outputs)

@@ -153,10 +153,11 @@ def test_two_steps_of_every_method(method: Method, config: ClassifyConfig) -> No
 
 
 def encoders() -> list[PretrainedConfig]:
-    distil = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 32}
+    distil = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 32}
+    sizes = SIZES | {"num_hidden_layers": 1}
     return [
-        BertConfig(**SIZES, max_position_embeddings=32),
-        RobertaConfig(**SIZES, max_position_embeddings=34, type_vocab_size=1),
+        BertConfig(**sizes, max_position_embeddings=32),
+        RobertaConfig(**sizes, max_position_embeddings=34, type_vocab_size=1),
         DistilBertConfig(**distil),
     ]
 
@@ -323,10 +324,13 @@ def test_options_that_the_pages_show_run_for_two_steps(
     assert resumed.late_targets == ((0.8,) if name == "late" else ())
 
 
-def test_methods_are_compared(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_are_compared(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_csv(tmp_path / "reviews.csv", reviews(60))
     sizes = ("--model.hidden", "32", "--model.layers", "1", "--model.heads", "2", "--model.ffn", "64")
     argv = ["--data.path", str(file), "--data.cache", str(cache), *sizes, "--compress.ratio", "1.5", *FAST]
+    monkeypatch.setattr("comera.cli.main._run", lambda command: (main(command[4:]), False))  # in no process of its own
     assert main(["compare", "classify", "--methods", "dense,comera", "--out", str(tmp_path / "all"), *argv]) == 0
     shown = capsys.readouterr().out
     assert "accuracy %" in shown

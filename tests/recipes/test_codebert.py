@@ -14,10 +14,11 @@ from comera.baselines import Method
 from comera.cli.main import main
 from comera.nn.size import model_size
 from comera.pretrained import load_pretrained
+from comera.recipes.base import estimates_by_method
 from comera.recipes.bert import ModelConfig
 from comera.recipes.code_lm import recipe as code_lm
 from comera.recipes.code_lm.data import IGNORED, FunctionData, PaddedBatch, prepare
-from comera.recipes.code_lm.recipe import CodeLMConfig, CodeLMTask, build_model, masked_loss
+from comera.recipes.code_lm.recipe import CodeLMConfig, CodeLMTask, build_model, masked_loss, meta_step
 from comera.trainer.checkpoint import find_checkpoint
 
 from ..helpers.function_files import function, write_modules, write_roberta, write_rows
@@ -171,7 +172,8 @@ def test_the_encoder_leaves_for_transformers_with_a_given_vocabulary(
     vocab = write_roberta(tmp_path / "roberta", [file.read_text() for file in source.glob("*.py")])
     size = len(json.loads((vocab / "vocab.json").read_text()))
     config = scaled()
-    config = replace(config, data=replace(config.data, tokenizer=str(vocab), vocab_size=size))
+    data = replace(config.data, tokenizer=str(vocab), vocab_size=size)
+    config = replace(config, data=data, model=replace(config.model, layers=1))
     code_lm.run(config)
     out = tmp_path / "dense"
     assert main(["export", str(config.folder), "--to", "safetensors", "--dense", "--out", str(out)]) == 0
@@ -238,9 +240,11 @@ def test_the_command_lines_of_the_guides(kind: str, tmp_path: Path, source: Path
 
 
 def test_sizes_are_estimated_without_data(scaled: Callable[..., CodeLMConfig]) -> None:
-    estimates = code_lm.estimate(code_lm.preset(preset="codebert"))
+    methods: tuple[Method, ...] = ("comera", "dense")
+    config, tiny = code_lm.preset(preset="codebert"), scaled()
+    estimates = estimates_by_method(config, meta_step, config.data.vocab_size, methods=methods)
     assert estimates["dense"].weights / estimates["comera"].weights > PUBLISHED
     assert estimates["dense"].flops > 2 * estimates["comera"].flops
-    tiny = scaled()
     dense, _ = build_model(replace(tiny, method="dense"), 300)
-    assert code_lm.estimate(tiny)["dense"].gradients == sum(p.numel() * 4 for p in dense.parameters())
+    estimates = estimates_by_method(tiny, meta_step, 300, methods=methods)
+    assert estimates["dense"].gradients == sum(p.numel() * 4 for p in dense.parameters())

@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -148,16 +149,21 @@ def dlrm_run(out: Path, cache: Path) -> Run:
 RUNS = {"code-lm": code_run, "mnli": mnli_run, "dlrm": dlrm_run, "llama": llama_run, "gpt2": gpt2_run}
 
 
-@pytest.fixture(scope="module", params=RUNS)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp(request.param)
-    return RUNS[request.param](folder / "run", folder / "cache")
-
-
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("code")
-    return code_run(folder / "run", folder / "cache")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Each run, trained once."""
+    folder = tmp_path_factory.mktemp("runs")
+    return cache(lambda name: RUNS[name](folder / name / "run", folder / name / "cache"))
+
+
+@pytest.fixture(params=RUNS)
+def run(request: pytest.FixtureRequest, made: Callable[[str], Run]) -> Run:
+    return made(request.param)
+
+
+@pytest.fixture
+def code(made: Callable[[str], Run]) -> Run:
+    return made("code-lm")
 
 
 def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,8 +181,11 @@ def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: p
         torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("run", ["mnli", "dlrm", "llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize(
+    ("run", "dense"),
+    [("mnli", False), ("dlrm", False), ("dlrm", True), ("llama", False), ("gpt2", False), ("gpt2", True)],
+    indirect=["run"],
+)
 @torch.no_grad()
 def test_onnxruntime_agrees_on_batches_and_lengths(run: Run, dense: bool, tmp_path: Path) -> None:
     out, weights = tmp_path / "onnx", ["--dense"] if dense else []

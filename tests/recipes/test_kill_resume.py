@@ -4,12 +4,10 @@ Starting Python with its libraries takes seconds, so one server process imports 
 """
 
 import json
-import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from comera.cli.main import main
 from comera.files import SUMS, damage
 from comera.trainer.checkpoint import checkpoints
 
+from ..helpers.forked import context
 from ..helpers.run_folders import history
 from ..helpers.tiny_run import TINY
 
@@ -47,24 +46,18 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["comera.recipes.code_lm.recipe", "comera.report.html", "jsonargparse"])
-    process = context.Process(target=int)  # waits until the server has imported them
-    process.start()
-    process.join()
-    return context
-
-
-@pytest.fixture(scope="module")
-def start(context: ForkServerContext, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Any]:
     """Starts, or resumes, the run in a folder; returns its process."""
     options = [f"--{name}={value}" for name, value in OPTIONS.items()]
     options.append(f"--data.cache={tmp_path_factory.mktemp('cache')}")
+    forked = context()
+    process = forked.Process(target=int)  # waits until the server has its imports
+    process.start()
+    process.join()
 
     def start(run: Path) -> Any:
         argv = ["train", "code-lm", *options, "--out", str(run), "--resume"]
-        process = context.Process(target=_exit_with, args=(argv,))
+        process = forked.Process(target=_exit_with, args=(argv,))
         process.start()
         return process
 

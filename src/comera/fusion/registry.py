@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cached_property
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from types import MethodType, ModuleType
@@ -50,7 +51,7 @@ class BlockPattern(ABC):
     replaced: bool = False
     """Whether none of the method's code runs, so that nothing may be wrapped around it."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the module's attributes that the method reads: all names among the fields of the pattern."""
         own: list[str] = [field.name for field in fields(self)] if is_dataclass(self) else []

@@ -1,8 +1,6 @@
 """RankCallback in Lightning's Trainer: what it observes, cuts and resumes."""
 
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +23,7 @@ from comera.nn.size import model_size
 from comera.optim.param_groups import param_groups
 from comera.rank import LateStage
 
+from ...helpers.fresh_python import run_fresh
 from ...helpers.processes import in_processes
 
 # Lightning's advice, and what torch says of it
@@ -299,7 +298,7 @@ def test_lightning_under_either_name(name: str, tmp_path: Path) -> None:
     if find_spec(name.partition(".")[0]) is None:
         pytest.skip(f"{name} is not installed")
     script = f"""
-import torch, {name} as pl, comera
+import sys, torch, {name} as pl, comera
 from comera.integrations.lightning import RankCallback
 from torch.utils.data import DataLoader, TensorDataset
 class Net(pl.LightningModule):
@@ -315,13 +314,14 @@ class Net(pl.LightningModule):
 ranks = RankCallback(late=comera.LateStage(target_size=0.5, start_step=4, steps=4), prune_every=2)
 assert isinstance(ranks, pl.Callback)
 options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+options["default_root_dir"] = sys.argv[1]
 average = pl.callbacks.EMAWeightAveraging(decay=0.9)
-trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=[ranks, average], default_root_dir=".", **options)
+trainer = pl.Trainer(accelerator="cpu", max_epochs=2, callbacks=[ranks, average], **options)
 net = Net()
 before = comera.model_size(net).tensorized
 trainer.fit(net, DataLoader(TensorDataset(torch.randn(64, 64)), 8))
 averaged = average._average_model.module.model[0]
 print(comera.model_size(net).tensorized <= before // 2, averaged.tt.spec == net.model[0].tt.spec)
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert shown.stdout.splitlines()[-1] == "True True"
+    shown = run_fresh(script, str(tmp_path))
+    assert shown.stdout.splitlines()[-1:] == ["True True"], shown.stderr

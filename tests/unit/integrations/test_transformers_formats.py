@@ -2,8 +2,6 @@
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from comera.nn.linear import TTLinear
 from comera.nn.tensor_train import named_trains
 
 from ...helpers.compressed_bert import BLOCKS, SMALL, bert, compressed_bert
+from ...helpers.fresh_python import run_fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore:the late stage :UserWarning")  # short ones, in these tests
 
@@ -346,14 +345,11 @@ def test_formats_for_a_dense_folder_are_refused(tmp_path: Path) -> None:
 # --- what a program has to import -------------------------------------------------------------------------------------
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    script = f"folder = {str(folder)!r}\n{code}\n"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-
-
-LOAD = (
-    "model = AutoModelForMaskedLM.from_pretrained(folder)\nprint(type(model.bert.embeddings.word_embeddings).__name__)"
-)
+LOAD = """
+import sys
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
+print(type(model.bert.embeddings.word_embeddings).__name__)
+"""
 
 
 @pytest.mark.parametrize(
@@ -367,13 +363,13 @@ LOAD = (
 )
 def test_importing_comera_is_enough(imports: str, tmp_path: Path) -> None:
     compressed_bert().save_pretrained(tmp_path)
-    shown = run(f"{imports}\n{LOAD}", tmp_path)
+    shown = run_fresh(imports + LOAD, str(tmp_path))
     assert shown.stdout.strip() == TTMEmbedding.__name__, shown.stderr
 
 
 def test_without_comera_the_error_says_what_to_import(tmp_path: Path) -> None:
     compressed_bert().save_pretrained(tmp_path)
-    shown = run(f"from transformers import AutoModelForMaskedLM\n{LOAD}", tmp_path)
+    shown = run_fresh("from transformers import AutoModelForMaskedLM" + LOAD, str(tmp_path))
     assert shown.returncode == 1
     assert shown.stderr.splitlines()[-1] == (
         "ValueError: Unknown fusion type: comera (this model is compressed: `import comera` before from_pretrained)"
@@ -391,7 +387,7 @@ warnings.simplefilter("always")
 import comera
 print(comera.__version__)
 """
-    shown = run(code, Path())
+    shown = run_fresh(code)
     assert shown.returncode == 0
     assert "comera.integrations.transformers_formats cannot be used" in shown.stderr
 
@@ -428,14 +424,13 @@ def test_dense_models_are_saved_as_before_and_so_are_those_that_became_dense_aga
 
 def test_it_holds_whichever_is_imported_first() -> None:
     code = (
-        "import sys; {0}; import torch; "
+        "{0}; import torch; "
         "m = type('M', (torch.nn.Module, PyTorchModelHubMixin), {{}})(); m.l = torch.nn.Linear(64, 64); "
         "comera.tensorize_(m, ratio=1.5)\n"
-        "try: m.save_pretrained(sys.argv[1])\n"
+        "try: m.save_pretrained('unused')\n"
         "except comera.errors.ConversionError: print('refused')"
     )
     imports = ["import comera, comera.errors", "from huggingface_hub import PyTorchModelHubMixin"]
     for order in (imports, imports[::-1]):
-        command = [sys.executable, "-c", code.format("; ".join(order)), "unused"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_fresh(code.format("; ".join(order)))
         assert done.stdout == "refused\n", done.stderr
