@@ -109,7 +109,8 @@ def test_a_run_that_was_killed_under_torchrun_resumes_on_one_process_and_on_two_
         logs.mkdir()
         options: dict[str, Any] = {"logs_specs": DefaultLogsSpecs(str(logs), Std.ALL), "run_id": str(last)}
         options |= {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-        options |= {"start_method": "forkserver", "max_restarts": 0, "signals_to_handle": "SIGUSR1"}  # which nobody sends
+        options |= {"start_method": "forkserver", "max_restarts": 0}
+        options |= {"signals_to_handle": "SIGUSR1"}  # which nobody sends
         elastic_launch(LaunchConfig(1, 1, 2, **options), killed_at)(last, ["train", "lm", *settings, *more])
         return "".join(file.read_text() for file in logs.rglob("stderr.log"))
 
