@@ -320,7 +320,7 @@ def test_a_compiled_model_runs_as_before(name: str, layers: str, ran: Counter[st
     before = trained(made, name)
     fuse_(made)
     torch._dynamo.reset()
-    compiled = torch.compile(made, backend="eager")
+    compiled = torch.compile(made, backend="aot_eager")
     found = {key.removeprefix("_orig_mod."): t for key, t in trained(compiled, name).items()}
     assert_near(found, before)
     assert not ran
