@@ -66,7 +66,7 @@
   const padded = (u, low, high) => (u.scales.x.distr === 3 ? [low / 1.5, high * 1.5] : [low - (high - low || 1) * 0.15, high + (high - low || 1) * 0.15]);
 
   // one point alone stands at the end of an axis from 0; uPlot would go on to twice its place
-  const whole = (u, low, high) => (low < high ? [low, high] : u.scales.x.distr === 3 ? padded(u, low, high) : [0, high || 1]);
+  const whole = (u, low, high) => (u.data[0].length === 1 && u.scales.x.distr === 1 ? [0, u.data[0][0] || 1] : [low, high]);
 
   function marks(u, data, axis) {
     const { ctx, bbox } = u;
