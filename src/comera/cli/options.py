@@ -1,14 +1,12 @@
 """Parses a recipe's configuration: each field is an option, the docstring under a field is its help text."""
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
@@ -37,10 +35,8 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     renamed = RECIPES[name].renamed
     argv = _renamed_words(argv, renamed)
     default = recipe.preset()
-    kind: Any = type(default)
-    parser = copy.deepcopy(_parser(f"comera {command} {name}", kind, resumes=command == "train"))
-    parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
-    hints = dict(field_types(kind))
+    parser = _parser(f"comera {command} {name}", default, resumes=command == "train")
+    hints = dict(field_types(type(default)))
     argv = [respelled(word, set(hints)) for word in argv]
     inlined, files = _inline_files(argv, renamed, set(hints))
     _check_fields(argv, files, set(hints), f"comera {command} {name}")
@@ -52,7 +48,7 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
         values = parser.instantiate(parser.parse_args(inlined))
     except argparse.ArgumentError as error:
         raise ConfigError(_explain(str(error), hints)) from None
-    config = kind(**{field.name: values[field.name] for field in dataclasses.fields(default)})
+    config = type(default)(**{field.name: values[field.name] for field in dataclasses.fields(default)})
     saved = config.folder / "config.yaml"
     resume = command == "train" and values.resume
     if resume and saved.is_file() and str(saved) not in argv:  # resume with what the run started with
@@ -83,10 +79,8 @@ def saved_config(recipe: str, file: Path) -> Any:
     return parse("export", recipe, ["--config", str(file)])[1]
 
 
-@cache
-def _parser(prog: str, config: type, *, resumes: bool) -> Any:
-    """A jsonargparse parser with one option per field; nested fields have dotted names. It takes a tenth of a second to
-    make, and is copied, since a preset changes its defaults."""
+def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
+    """A jsonargparse parser with one option per field; nested fields have dotted names."""
     from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings  # type: ignore[attr-defined]
 
     class Formatter(DefaultHelpFormatter):
@@ -101,7 +95,7 @@ def _parser(prog: str, config: type, *, resumes: bool) -> Any:
     parser = ArgumentParser(
         prog=prog,
         usage=usage,
-        description=first_line(config),
+        description=first_line(type(default)),
         exit_on_error=False,
         print_config=None,
         add_help=False,
@@ -115,7 +109,8 @@ def _parser(prog: str, config: type, *, resumes: bool) -> Any:
     )
     if resumes:
         parser.add_argument("--resume", action="store_true", help="continue from the run's last checkpoint")
-    parser.add_class_arguments(config, as_group=False)
+    parser.add_class_arguments(type(default), as_group=False)
+    parser.set_defaults(dict(_leaves(dataclasses.asdict(default))))
     return parser
 
 
