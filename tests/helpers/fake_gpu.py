@@ -33,7 +33,7 @@ from comera.trainer import TrainStep
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from gpu_fake import on_gpu
 
-STEPS = 3
+STEPS = 4  # of recorded ones two are replayed
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 
 

@@ -181,11 +181,8 @@ def test_a_program_runs_without_this_library(run: Run, tmp_path: Path, capsys: p
         torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("run", "dense"),
-    [("mnli", False), ("dlrm", False), ("dlrm", True), ("llama", False), ("gpt2", False), ("gpt2", True)],
-    indirect=["run"],
-)
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("run", ["mnli", "dlrm", "llama", "gpt2"], indirect=True)
 @torch.no_grad()
 def test_onnxruntime_agrees_on_batches_and_lengths(run: Run, dense: bool, tmp_path: Path) -> None:
     out, weights = tmp_path / "onnx", ["--dense"] if dense else []
