@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 from common import measured
@@ -145,8 +146,9 @@ def _goals() -> Iterator[Goal]:
     for text in ("code", "prose"):
         for budget in ("600s", "3600s"):
             yield Goal("equal time, dense of any width", 0.05, Setting(text, 256, budget, "muon", INTEL))
-    for vocabulary in (256, 32768):
-        with_taps = Setting("code", vocabulary, "600s", "muon", AMD)
+    runs = (("code", 256, "600s"), ("code", 32768, "600s"), ("packages", 32768, "600s"), ("packages", 32768, "3600s"))
+    for given in runs:
+        with_taps = Setting(*given, "muon", AMD)
         yield Goal("equal time, dense of any width, with short convolutions", 0.04, with_taps)
     for text, size, machine in (("code", 0.5, INTEL), ("code", 2, INTEL), ("code", 8, AMD), ("prose", 2, INTEL)):
         setting = Setting(text, 32768, "600s", "muon", machine)
@@ -275,7 +277,7 @@ def _draw(rows: list[Row]) -> None:
         panels = figure.subplots(lines, min(COLUMNS, len(settings)), squeeze=False).flatten()
         for axes, setting in zip(panels, settings, strict=False):
             _panel(axes, [row for row in rows if _setting(row) == setting])
-            axes.set_title(str(setting), fontsize=8)
+            axes.set_title(fill(str(setting), 40), fontsize=8)
         for axes in panels[len(settings) :]:
             axes.set_visible(False)
         figure.supxlabel("parameters", fontsize=9)
