@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -412,6 +413,32 @@ def test_damaged_parts_are_made_anew(
     else:
         (parts / "dense.bin").unlink()
     assert contents(read(path).folder) == contents(reference.folder)
+
+
+def test_threads_parse_no_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """np.load parses the header of a file with ast, which fails now and then where several threads of Python up to
+    3.11.7 and 3.12.1 do: SystemError: AST constructor recursion depth mismatch."""
+    path, load, ids, loads = write(tmp_path / "train.txt", ROWS), np.load, preparation.make_ids, []
+
+    def in_main_thread(*args: Any, **options: Any) -> Any:
+        loads.append(args)
+        assert threading.current_thread() is threading.main_thread()
+        return load(*args, **options)
+
+    def but_one(raw: Path, folder: Path, name: str, **options: Any) -> int:
+        if name == "C26":
+            raise Stopped
+        return ids(raw, folder, name, **options)
+
+    monkeypatch.setattr(np, "load", in_main_thread)
+    monkeypatch.setattr(preparation, "make_ids", but_one)
+    with pytest.raises(Stopped):  # with 25 columns that the next call finds made
+        read(path, workers=2, min_count=2)
+    monkeypatch.setattr(preparation, "make_ids", ids)
+    data = read(path, workers=2, min_count=2)
+    other = write(tmp_path / "other.txt", ROWS)
+    assert loads
+    assert contents(data.folder) == contents(read(other, workers=1, min_count=2).folder)
 
 
 def _raise(*_: Any) -> None:

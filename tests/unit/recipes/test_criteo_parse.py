@@ -171,7 +171,7 @@ def test_numbers_are_those_of_a_dict(
     ids, size = make(tmp_path, values)
     assert ids.tolist() == numbered(values)
     assert size == len(set(values.tolist())) + 1
-    assert not Lookup(tmp_path, "C", size, False)(np.setdiff1d(np.arange(100, dtype=np.uint32), values)).any()
+    assert not Lookup.load(tmp_path, "C", size, False)(np.setdiff1d(np.arange(100, dtype=np.uint32), values)).any()
 
 
 @pytest.mark.parametrize("piece", [64, 1000, 2**18])
@@ -203,7 +203,7 @@ def test_hashing_stays_inside_its_table(tmp_path: Path, size: int) -> None:
     assert ids.min() >= 0
     assert ids.max() < size
     assert not (tmp_path / f"C.{VALUES}").exists()
-    np.testing.assert_array_equal(Lookup(tmp_path, "C", size, True)(values), ids)
+    np.testing.assert_array_equal(Lookup.load(tmp_path, "C", size, True)(values), ids)
 
 
 def test_hashing_fills_a_table() -> None:
@@ -215,7 +215,7 @@ def test_hashing_fills_a_table() -> None:
 def test_lookup_gives_known_values_their_ids_and_others_0(tmp_path: Path, min_count: int) -> None:
     values = values_of(3000, 500)
     ids, size = make(tmp_path, values, min_count=min_count)
-    lookup = Lookup(tmp_path, "C", size, False)
+    lookup = Lookup.load(tmp_path, "C", size, False)
     np.testing.assert_array_equal(lookup(values), ids)
     unknown = np.setdiff1d(np.array(random.Random(0).sample(range(2**32), 1000), np.uint32), values)
     assert not lookup(unknown).any()
@@ -224,7 +224,7 @@ def test_lookup_gives_known_values_their_ids_and_others_0(tmp_path: Path, min_co
 def test_a_table_without_values(tmp_path: Path) -> None:
     ids, size = make(tmp_path, np.array([5, 6, 7], np.uint32), min_count=2)
     assert (ids.tolist(), size) == ([0, 0, 0], 1)
-    assert Lookup(tmp_path, "C", size, False)(np.array([5, 0], np.uint32)).tolist() == [0, 0]
+    assert Lookup.load(tmp_path, "C", size, False)(np.array([5, 0], np.uint32)).tolist() == [0, 0]
 
 
 def test_ids_take_their_name_when_they_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ class RowEncoder:
             self.table_sizes = tuple(sizes)
             names = features(len(self.table_sizes))
             self._lookups = [
-                Lookup(folder, name, size, hashing) for name, size in zip(names, self.table_sizes, strict=True)
+                Lookup.load(folder, name, size, hashing) for name, size in zip(names, self.table_sizes, strict=True)
             ]
         except (OSError, ValueError, KeyError) as error:
             raise DataError(

@@ -193,25 +193,31 @@ def hashed(values: Array, size: int) -> Array:
 
 
 class Lookup:
-    """Ids for rows, old or new, of a prepared column. folder: of the prepared data. name: of the feature. size: rows of
-    its table. hashing: whether ids are hashed."""
+    """Ids for rows, old or new, of a prepared column. size: rows of its table. dictionary: its sorted values and their
+    ids; None for ids that are hashed."""
 
-    def __init__(self, folder: Path, name: str, size: int, hashing: bool) -> None:
-        self.size, self.hashing = size, hashing
-        if not hashing:
-            self._values = np.load(folder / f"{name}.{VALUES}", mmap_mode="r")
-            self._ids = np.load(folder / f"{name}.{TABLE}", mmap_mode="r")
+    def __init__(self, size: int, dictionary: tuple[Array, Array] | None = None) -> None:
+        self.size, self._dictionary = size, dictionary
+
+    @classmethod
+    def load(cls, folder: Path, name: str, size: int, hashing: bool) -> Lookup:
+        """That of a feature in a folder of prepared data. Call it in one thread at a time: numpy parses the headers of
+        its files as Python, which fails in Python up to 3.11.7 and 3.12.1 where several threads do."""
+        if hashing:
+            return cls(size)
+        return cls(size, tuple(np.load(folder / f"{name}.{part}", mmap_mode="r") for part in (VALUES, TABLE)))
 
     def __call__(self, values: Array) -> Array:
         """Ids of uint32 values: int32, UNKNOWN for values not in the dictionary."""
-        if self.hashing:
+        if self._dictionary is None:
             return hashed(values, self.size)
-        if not len(self._values):
+        known, numbers = self._dictionary
+        if not len(known):
             return np.full(len(values), UNKNOWN, np.int32)
         order = np.argsort(values)  # searching in order is several times faster in a large dictionary
         wanted, ids = values[order], np.empty(len(values), np.int32)
-        places = np.minimum(np.searchsorted(self._values, wanted), len(self._values) - 1)
-        ids[order] = np.where(self._values[places] == wanted, self._ids[places], UNKNOWN)
+        places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        ids[order] = np.where(known[places] == wanted, numbers[places], UNKNOWN)
         return ids
 
 
@@ -228,7 +234,7 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
                 counts += np.bincount(lookup(chunk), minlength=lookup.size)
             lookup = _save_numbers(values[(counts[1:] >= min_count) | (values == MISSING)], folder, name)
     else:
-        lookup = Lookup(folder, name, size, hashing=True)
+        lookup = Lookup(size)
     partial = folder / f"{name}.partial"
     with open(partial, "wb") as target:
         for chunk in _chunks(raw):
@@ -240,9 +246,10 @@ def make_ids(raw: Path, folder: Path, name: str, *, size: int | None, min_count:
 def _save_numbers(values: Array, folder: Path, name: str) -> Lookup:
     """Write the dictionary that numbers these values 1, 2, …"""
     order = np.argsort(values)
-    np.save(folder / f"{name}.{VALUES}", values[order])
-    np.save(folder / f"{name}.{TABLE}", (order + 1).astype(np.int32))
-    return Lookup(folder, name, len(values) + 1, hashing=False)
+    dictionary = values[order], (order + 1).astype(np.int32)
+    for part, array in zip((VALUES, TABLE), dictionary, strict=True):
+        np.save(folder / f"{name}.{part}", array)
+    return Lookup(len(values) + 1, dictionary)  # from memory: see `Lookup.load`
 
 
 def _distinct(raw: Path) -> Array:

@@ -124,13 +124,16 @@ def _make_log(parts: Path, config: CriteoConfig, progress: Progress) -> tuple[St
 def _make_ids(parts: Path, names: Sequence[str], config: CriteoConfig, training: int, progress: Progress) -> list[int]:
     """Ids of all features, several features at a time; returns their table sizes. training: rows to count in."""
     sizes = config.hashed_sizes or (None,) * len(names)
+    earlier = {  # made by an earlier call; read before the threads begin: see `Lookup.load`
+        name: size or len(np.load(parts / f"{name}.{TABLE}", mmap_mode="r")) + 1
+        for name, size in zip(names, sizes, strict=True)
+        if (parts / f"{name}.{IDS}").exists()
+    }
 
     def make(name: str, size: int | None) -> int:
-        raw = parts / f"{name}.{RAW}"
-        if not (parts / f"{name}.{IDS}").exists():
+        raw, made = parts / f"{name}.{RAW}", earlier.get(name)
+        if made is None:
             made = make_ids(raw, parts, name, size=size, min_count=config.min_count, training=training)
-        else:  # made by an earlier call
-            made = size or len(np.load(parts / f"{name}.{TABLE}", mmap_mode="r")) + 1
         raw.unlink(missing_ok=True)
         progress.add()
         return made
