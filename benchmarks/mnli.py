@@ -48,10 +48,12 @@ class Case(NamedTuple):
     train: dict[str, Any]
     dropout: float
     speed_steps: int = 200
+    ngrams: int | None = None
 
 
 CASES = {
     "comera": Case("comera", "mnli-short", {"epochs": 2.0}, 0.1),
+    "ngrams": Case("comera", "mnli-short", {"epochs": 2.0}, 0.1, ngrams=3),
     "dense": Case("dense", "mnli-short", {"epochs": 0.45}, 0.1, speed_steps=60),
     "narrow": Case("narrow", "mnli-short", {"epochs": 3.5, "lr": 1e-4}, 0.1),
     "small": Case("dense", "mnli-small", {"epochs": 3.0}, 0.3),
@@ -90,13 +92,14 @@ def main() -> None:
 
 def configuration(options: argparse.Namespace, case: str, seed: int) -> ClassifyConfig:
     """The preset, with what differs in this case, for as many steps as passes over all pairs have."""
-    method, preset, train, dropout, _ = CASES[case]
+    method, preset, train, dropout, _, ngrams = CASES[case]
     config = mnli.preset(method, preset)
     more = ALL / options.pairs
     return replace(
         config,
         data=replace(config.data, path=options.path, max_examples=options.pairs, cache=options.cache),
         model=replace(config.model, dropout=dropout),
+        compress=replace(config.compress, ngrams=ngrams),
         late_targets=tuple(options.targets) if method == "comera" else (),
         late_epochs=1.5 * more,
         train=replace(config.train, seed=seed, **train | {"epochs": train["epochs"] * more}),

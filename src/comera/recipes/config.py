@@ -5,8 +5,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 from comera.baselines import METHODS, Method, check_method
-from comera.convert import BTT, TT, TTM
+from comera.convert import BTT, TT, TTM, NGrams, ngrams_
 from comera.errors import ConfigError, check_fields
 from comera.files import typed_path
 
@@ -91,6 +93,14 @@ class Formats:
     """Cores in the TT-matrix of the token embedding; ttm only."""
     embedding_rank: int | tuple[int, ...] | None = None
     """Initial rank of the token embedding."""
+    ngrams: int | None = None
+    """The longest n-gram of a table beside the token embedding, which makes a row for every n-gram from products of
+    small tables; None: no such table."""
+    ngram_rank: int | None = None
+    """Initial rank of the n-gram table: columns of its tables. Default: 160."""
+    ngram_heads: int | None = None
+    """Heads of an n-gram table that is a tensor train, of ngram_rank features in all; None: one of products of columns
+    (CP), which learns more."""
 
     embeddings = tuple[str, ...](("ttm", "low_rank"))
 
@@ -98,6 +108,7 @@ class Formats:
         for name, known in (("format", ("tt", "btt", "dense")), ("embedding", self.embeddings)):
             words = f"{', '.join(known[:-1])} or {known[-1]}"
             check_fields(self, "compress.", {name: (getattr(self, name) in (None, *known), words)})
+        self._ngrams()
 
     def linear(self, rank: Any, blocks: tuple[int, int] | None = None) -> TT | BTT | None:
         """The format of linear layers; None for dense ones. rank: one, or for tt several."""
@@ -111,3 +122,15 @@ class Formats:
         if self.embedding == "low_rank":
             return TTM.low_rank(self.embedding_rank)
         return TTM(order=self.embedding_order, rank=self.embedding_rank) if self.embedding == "ttm" else None
+
+    def add_ngrams_(self, model: nn.Module) -> None:
+        """Put the n-gram table beside the token embedding, if there is to be one."""
+        ngrams = self._ngrams()
+        if ngrams is not None:
+            ngrams_(model, ngrams)
+
+    def _ngrams(self) -> NGrams | None:
+        if self.ngrams is None:
+            return None
+        heads: dict[str, Any] = {} if self.ngram_heads is None else {"form": "tt", "heads": self.ngram_heads}
+        return NGrams(order=self.ngrams, rank=160 if self.ngram_rank is None else self.ngram_rank, **heads)

@@ -61,7 +61,8 @@ class CompressConfig(Formats):
     the classification head, and so do tables besides that of the tokens."""
 
     ratio: float | None = 5.0
-    """How many times smaller the whole model becomes, at the start; none with ranks."""
+    """How many times smaller the whole model becomes, at the start, before a table of n-grams is added; none with
+    ranks."""
     format: Format | None = None
     """Format of linear layers. btt, a block tensor train, learns most for what it costs; tt, a tensor train, goes to
     much smaller sizes; dense leaves them as they are. Default: btt; tt for decomposed weights, of which two factors
@@ -222,12 +223,16 @@ def convert_(
     formats = replace(formats, init="random") if empty else formats
     if method == "comera" and compress.ratio is not None:
         try:
-            return tensorize_(model, formats, ratio=compress.ratio)
+            report: Conversion = tensorize_(model, formats, ratio=compress.ratio)
         except ConversionError as error:
             raise ConversionError(
                 f"{error}: lower compress.ratio, or take compress.format tt with compress.order 4"
             ) from None
-    return apply_method_(model, method, formats, baselines, skip=kept)
+    else:
+        report = apply_method_(model, method, formats, baselines, skip=kept)
+    if method == "comera":
+        compress.add_ngrams_(model)
+    return report
 
 
 def longest_text(model: nn.Module) -> int | None:

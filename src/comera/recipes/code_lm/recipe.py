@@ -199,7 +199,10 @@ def build_model(
     model = BertForMaskedLM(sizes.bert(vocab_size, **tokens))
     if config.method == "narrow":
         return model, None
-    return model, apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
+    report = apply_method_(model, config.method, config.compress.tensorize(), config.baselines)
+    if config.method == "comera":
+        config.compress.add_ngrams_(model)
+    return model, report
 
 
 def meta_step(config: CodeLMConfig, vocab_size: int) -> base.Step:

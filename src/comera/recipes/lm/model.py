@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.pytorch_utils import Conv1D
 
 from comera.baselines.narrow import nearest_heads
-from comera.convert import BTT, TT, TTM, NGrams, TensorizeConfig, TensorizeReport, ngrams_, tensorize_
+from comera.convert import BTT, TT, TTM, TensorizeConfig, TensorizeReport, tensorize_
 from comera.errors import ConfigError, check_fields
 from comera.fusion.decoder_attention import CAUSAL
 from comera.recipes.config import Format, Formats
@@ -145,14 +145,6 @@ class CompressConfig(Formats):
     """Initial rank of an output head of its own. Default: 64 for tt, 2 for btt."""
     head_blocks: tuple[int, int] | None = None
     """Input and output blocks of an output head of its own; btt only. None: about the square roots of the features."""
-    ngrams: int | None = None
-    """The longest n-gram of a table beside the token embedding, which makes a row for every n-gram from products of
-    small tables; None: no such table."""
-    ngram_rank: int | None = None
-    """Initial rank of the n-gram table: columns of its tables. Default: 160."""
-    ngram_heads: int | None = None
-    """Heads of an n-gram table that is a tensor train, of ngram_rank features in all; None: one of products of columns
-    (CP), which learns more."""
 
     embeddings = ("ttm", "low_rank", "dense")
 
@@ -160,7 +152,6 @@ class CompressConfig(Formats):
         super().__post_init__()
         heads = (None, "share", "untie", "dense")
         check_fields(self, "compress.", {"head": (self.head in heads, "share, untie or dense")})
-        self._ngrams()
         for tie in (True, False):
             self.tensorize(ModelConfig(tie=tie))  # refuses what no layer can have
 
@@ -186,18 +177,6 @@ class CompressConfig(Formats):
     def converts(self) -> bool:
         """Whether any layer becomes a compressed one; a model may have n-grams alone."""
         return (self.format, self.embedding) != ("dense", "dense")
-
-    def add_ngrams_(self, model: nn.Module) -> None:
-        """Put the n-gram table beside the token embedding, if there is to be one."""
-        ngrams = self._ngrams()
-        if ngrams is not None:
-            ngrams_(model, ngrams)
-
-    def _ngrams(self) -> NGrams | None:
-        if self.ngrams is None:
-            return None
-        heads: dict[str, Any] = {} if self.ngram_heads is None else {"form": "tt", "heads": self.ngram_heads}
-        return NGrams(order=self.ngrams, rank=160 if self.ngram_rank is None else self.ngram_rank, **heads)
 
     def tensorize(self, model: ModelConfig) -> TensorizeConfig:
         """The conversion; learned positions stay dense."""
