@@ -218,6 +218,28 @@ def test_decomposed_weights_get_two_factors_by_default(config: ClassifyConfig, t
     assert {train.spec.order for _, train in named_trains(built)} == {2}
 
 
+def test_n_grams_beside_the_tokens_of_what_is_read(config: ClassifyConfig, tmp_path: Path) -> None:
+    compress = CompressConfig(ratio=2.0, ngrams=3, ngram_rank=8)
+    config = steps(replace(config, compress=compress, late_targets=(0.8,)), 6, prune_every=1)
+    summary = classify.run(config)
+    assert classify.run(config, resume=True) == summary
+    early, late = (read_run(folder).summary for folder in runs(config).values())
+    assert early is not None
+    assert late is not None
+    assert late.size_bytes < early.size_bytes
+    run = runs(config)["late 0.8"]
+    out = tmp_path / "folder"
+    assert main(["export", str(run), "--to", "safetensors", "--out", str(out)]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained(out).eval()
+    assert model.get_input_embeddings().ngrams.spec.longest == 3
+    texts = ["a good film", "the plot is bad and the actor is not"]
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    together = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    for text, expected in zip(texts, together, strict=True):  # padding is in no n-gram
+        alone = model(**tokenizer(text, return_tensors="pt")).logits[0]
+        torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_head_positions_and_segments_stay_dense(config: ClassifyConfig) -> None:
     task = task_of(config)
     dense = {row["name"] for row in task.report_rows if row["layer"] and not row["spec"]}

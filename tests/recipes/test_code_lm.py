@@ -128,6 +128,19 @@ def test_linear_layers_may_stay_dense_beside_a_compressed_table(config: CodeLMCo
     _assert_all_are_trained(model, data)
 
 
+@pytest.mark.parametrize("form", ["files", "functions"])
+def test_n_grams_of_the_tokens_that_are_visible(config: CodeLMConfig, form: Any) -> None:
+    own = replace(config.data, form=form)
+    config = replace(config, compress=replace(RANKS, ngrams=3, ngram_rank=8), data=own)
+    summary = code_lm.run(config)
+    assert code_lm.run(config, resume=True) == summary
+    fresh, _ = build_model(config, 400)
+    trained = open_trained(config.folder, saved_config).model
+    path = "bert.embeddings.word_embeddings.ngrams"
+    tables = zip(fresh.get_submodule(path).parameters(), trained.get_submodule(path).parameters(), strict=True)
+    assert all(not torch.equal(before, after) for before, after in tables)
+
+
 def _assert_all_are_trained(model: torch.nn.Module, data: CodeData) -> None:
     masked_loss(model, data.train_batch(0, 4, seed=0)).backward()
     without = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()}
