@@ -24,7 +24,9 @@ from transformers import (
 from comera.baselines import LINEAR_METHODS, BaselineConfig, Method, Narrow
 from comera.cli import options
 from comera.cli.main import main
+from comera.cli.options import saved_config
 from comera.errors import CheckpointError, ComeraError, ConfigError, ConversionError
+from comera.export.runs import export_run
 from comera.nn.tensor_train import named_trains
 from comera.rank.objective import LateStage
 from comera.recipes.base import runs
@@ -34,6 +36,7 @@ from comera.recipes.classify.model import CompressConfig, EncoderConfig, dense_c
 from comera.recipes.classify.recipe import ClassifyConfig, ClassifyTask
 from comera.recipes.classify.task import confusion_matrix, macro_f1
 from comera.recipes.data.prepared import ExampleBatch
+from comera.recipes.trained import open_trained
 from comera.report import read_run
 from comera.trainer.checkpoint import checkpoints
 
@@ -230,6 +233,8 @@ def test_n_grams_beside_the_tokens_of_what_is_read(config: ClassifyConfig, tmp_p
     run = runs(config)["late 0.8"]
     out = tmp_path / "folder"
     assert main(["export", str(run), "--to", "safetensors", "--out", str(out)]) == 0
+    with pytest.raises(ConversionError, match=r"one whole text; export its weights \(safetensors\)"):
+        export_run(open_trained(run, saved_config), "program", tmp_path / "program")
     model = AutoModelForSequenceClassification.from_pretrained(out).eval()
     assert model.get_input_embeddings().ngrams.spec.longest == 3
     texts = ["a good film", "the plot is bad and the actor is not"]

@@ -187,7 +187,8 @@ def _trace(model: nn.Module, inputs: Inputs, shapes: Any, dense: bool) -> tuple[
     if len(args) + len(kwargs) > 1 and any(isinstance(module, NGramEmbedding) for module in model.modules()):
         raise ConversionError(
             "expected the ids alone as input of a model with n-grams, got more: masks, positions and caches decide "
-            "which ids belong together, and a program takes each row of ids as one whole text"
+            "which ids belong together, and a program takes each row of ids as one whole text; export its weights "
+            "(safetensors), or train it without n-grams"
         )
     served = serving_copy(dense_copy(model) if dense else model)
     served.forward = _plain_outputs(served.forward)  # type: ignore[method-assign]
