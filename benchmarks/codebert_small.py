@@ -3,7 +3,9 @@
 The recipe `comera train code-lm --preset codebert-small`, masked language modelling of Python functions and their
 docstrings: 4 encoders, 8,192 tokens, sequences of 128. Every case gets the same time, in steps of the time that `speed`
 has measured, the same rates to choose from at that length, fused kernels and the same optimizer; cases are named by
-their width, and the layers of `low-rank-table` are dense. The loss is that of 128 held-out batches, in nats per masked
+their width, and the layers of `low-rank-table` are dense; `dense-conv` has a convolution over five neighbouring tokens
+before each block, which is what one would add to a dense model to see neighbours, `ngrams` a table of all strings of
+three tokens. The loss is that of 128 held-out batches, in nats per masked
 token; they choose the rate, too.
 
     python benchmarks/codebert_small.py speed                        the time of a step, on a quiet machine
@@ -26,11 +28,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from children import run_children
 from common import about, measured, step_times, update
+from torch import Tensor, nn
 
 from comera.rank.objective import LateStage
 from comera.recipes.code_lm import recipe as code_lm
+from comera.recipes.code_lm.data import prepare
+from comera.trainer.loop import fit
 
 NAME, SPEED = "codebert_small", "codebert_small_speed"
 KEY = ("case", "optimizer", "seconds", "lr", "seed")
@@ -50,11 +57,15 @@ TABLE: dict[str, Any] = {"format": "dense", "embedding_rank": 48}
 LOW_RANK: dict[str, Any] = {"embedding": "low_rank", "head": "share"}
 
 
+NGRAMS: dict[str, Any] = {"ngrams": 3, "ngram_rank": 64}
+
+
 class Case(NamedTuple):
-    """A model: its width, and the formats of a compressed one."""
+    """A model: its width, the formats of a compressed one, and how many tokens a convolution before each block sees."""
 
     width: int
     formats: dict[str, Any] | None = None
+    taps: int = 0
 
 
 CASES = {
@@ -66,7 +77,36 @@ CASES = {
     "btt-low-rank-128": Case(128, BTT | LOW_RANK | {"embedding_rank": 48}),
     "btt-low-rank-192": Case(192, BTT | LOW_RANK | {"embedding_rank": 64}),
     **{f"low-rank-table-{width}": Case(width, TABLE | LOW_RANK) for width in (96, 128)},
+    "low-rank-table-ngrams-96": Case(96, TABLE | LOW_RANK | NGRAMS),
+    "dense-conv-96": Case(96, taps=5),
 }
+
+
+class Convolution(nn.Module):
+    """x_i becomes Σ_k w_k ⊙ x_{i+k}, k from -K to K, over (B, T, width): at first x itself."""
+
+    def __init__(self, width: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, 1, taps))
+        self.weight.data[:, :, taps // 2] = 1
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        taps_D1K = self.weight
+        y_BDT = F.conv1d(x_BTD.mT, taps_D1K, padding=taps_D1K.shape[2] // 2, groups=taps_D1K.shape[0])
+        return y_BDT.mT
+
+
+class Task(code_lm.CodeLMTask):
+    """The recipe's, with a convolution before each block if there is to be one."""
+
+    def __init__(self, config: code_lm.CodeLMConfig, taps: int) -> None:
+        super().__init__(config, prepare(config.data, quiet=True))
+        if not taps:
+            return
+        model: Any = self.model
+        for layer in model.bert.encoder.layer:
+            layer.convolution = Convolution(config.model.hidden, taps)
+            layer.register_forward_pre_hook(lambda layer, given: (layer.convolution(given[0]), *given[1:]))
 
 
 def main() -> None:
@@ -120,7 +160,7 @@ def speed(options: argparse.Namespace) -> None:
         train = {"steps": STEPS, "eval_every": 0, "eval_batches": 1, "optimizer": options.optimizer}
         config = configuration(CASES[name], options.cache, **train)
         with tempfile.TemporaryDirectory() as folder:
-            return code_lm.run(replace(config, out=folder)).step_time
+            return fit(Task(config, CASES[name].taps), config.train, Path(folder)).step_time
 
     times = step_times(options.cases, step_time)
     rows = [{"case": name, "optimizer": options.optimizer, **row, **about()} for name, row in times.items()]
@@ -155,7 +195,7 @@ def run(cache: str | None, case: str, optimizer: str, steps: int, lr: float, see
     """Train in this process, a fresh one; the figures of the run, and its curve as STEP:LOSS."""
     config = configuration(CASES[case], cache, optimizer=optimizer, steps=steps, lr=lr, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        summary = code_lm.run(replace(config, out=folder))
+        summary = fit(Task(config, CASES[case].taps), config.train, Path(folder))
         lines = (json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines())
         curve = [f"{line['step']}:{line['loss']:.3f}" for line in lines if line["kind"] == "eval"]
     return {

@@ -9,7 +9,7 @@ The models of WIDER have all layers but the head compressed, or none, and as man
 since Muon would leave plain experts, a parameter of three dimensions each, to it.
 
     python benchmarks/experts.py [--cases tt-3 btt ...] [--ratio 3] [--steps 300] [--rates 4e-3 8e-3] [--seeds 1]
-    python benchmarks/experts.py --wider --steps 1200 --rates 2e-3 4e-3 8e-3
+    python benchmarks/experts.py --wider --steps 1200 --rates 1e-3 2e-3 4e-3
 """
 
 from __future__ import annotations
