@@ -79,6 +79,7 @@ CASES = {
     **{f"low-rank-table-{width}": Case(width, TABLE | LOW_RANK) for width in (96, 128)},
     "low-rank-table-ngrams-96": Case(96, TABLE | LOW_RANK | NGRAMS),
     "dense-conv-96": Case(96, taps=5),
+    "low-rank-table-ngrams-conv-96": Case(96, TABLE | LOW_RANK | NGRAMS, taps=5),
 }
 
 
