@@ -163,45 +163,37 @@ class Call:
         position_ids: Tensor | None = None,
         history: NGramHistory | None = None,
     ) -> None:
-        self._longest = longest
-        past_BP, positions_BP = _past(history, ids_BT)
-        known = past_BP.shape[1]
+        earlier, own = longest - 1, ids_BT.shape[1]
+        known = 0 if history is None else history.get_seq_length()
+        past_BP, positions_BP = _past(history, ids_BT, earlier)
         mask = _chosen(attention_mask)
         self.ids, self.positions = ids_BT, _positions(position_ids, ids_BT, known)
         if mask is not None and mask.dim() == 2:
-            if mask.shape[1] < known + ids_BT.shape[1]:
+            if mask.shape[1] < known + own:
                 raise DataError(
-                    f"expected an attention mask for {known} positions in the cache and {ids_BT.shape[1]} of this "
-                    f"call, got one for {mask.shape[1]}"
+                    f"expected an attention mask for {known} positions in the cache and {own} of this call, got one "
+                    f"for {mask.shape[1]}"
                 )
-            self.ids = ids_BT.where(mask[:, known : known + ids_BT.shape[1]] != 0, NONE)
-            past_BP = past_BP.where(mask[:, :known] != 0, NONE)
-        ids_BL = self._last(past_BP, self.ids, NONE)
-        positions_BL = self._last(positions_BP, self.positions, NONE)
-        seen = None if mask is None or mask.dim() == 2 else _Seen(mask, known, ids_BT.shape[1])
-        self.context = NGramIds(ids_BL.clamp_min(0), self._reach(ids_BL, positions_BL, seen))
+            visible = mask[:, known - past_BP.shape[1] : known + own] != 0
+            self.ids = ids_BT.where(visible[:, past_BP.shape[1] :], NONE)
+            past_BP = past_BP.where(visible[:, : past_BP.shape[1]], NONE)
+        first = earlier - past_BP.shape[1]
+        ids_BL = F.pad(torch.cat([past_BP, self.ids], 1), (first, 0), value=NONE)
+        positions_BL = F.pad(torch.cat([positions_BP, self.positions], 1), (first, 0), value=NONE)
+        seen = None if mask is None or mask.dim() == 2 else _Seen(mask, known, own)
+        reach_BT = _reach(ids_BL, positions_BL, own, seen)
+        self.context = NGramIds(ids_BL.clamp_min(0), reach_BT)
 
-    def _last(self, past_BP: Tensor, own_BT: Tensor, fill: int) -> Tensor:
-        """The last N − 1 of what came before, and what came now, (B, L)."""
-        earlier = self._longest - 1
-        past = past_BP[:, max(0, past_BP.shape[1] - earlier) :]
-        return torch.cat([F.pad(past, (earlier - past.shape[1], 0), value=fill), own_BT], 1)
 
-    def _reach(self, ids_BL: Tensor, positions_BL: Tensor, seen: "_Seen | None") -> Tensor:
-        """How many ids before each position are of its document and no padding."""
-        earlier, positions = self._longest - 1, self.ids.shape[1]
-        valid_BL = ids_BL >= 0
-        follows_BL = F.pad(positions_BL[:, 1:] > positions_BL[:, :-1], (1, 0))  # the id before it is of its document
-        reach_BT = torch.zeros_like(self.ids)
-        goes_on_BT = torch.ones_like(self.ids, dtype=torch.bool)
-        for n in range(1, self._longest):
-            start = earlier - n
-            goes_on_BT = goes_on_BT & valid_BL[:, start : start + positions]
-            goes_on_BT = goes_on_BT & follows_BL[:, start + 1 : start + 1 + positions]
-            if seen is not None:
-                goes_on_BT = goes_on_BT & seen.at(n)
-            reach_BT = reach_BT + goes_on_BT
-        return reach_BT
+def _reach(ids_BL: Tensor, positions_BL: Tensor, own: int, seen: "_Seen | None") -> Tensor:
+    """How many ids before each of the last `own` positions are of its document and no padding, (B, T)."""
+    # an id, and whether the one after it is of its document
+    linked_BL = (ids_BL[:, :-1] >= 0) & (positions_BL[:, 1:] > positions_BL[:, :-1])
+    earlier = ids_BL.shape[1] - own
+    linked_BTN = torch.stack([linked_BL[:, earlier - n : earlier - n + own] for n in range(1, earlier + 1)], 2)
+    if seen is not None:
+        linked_BTN = linked_BTN & seen.before(earlier)
+    return linked_BTN.cumprod(2).sum(2)
 
 
 class _Seen:
@@ -216,18 +208,19 @@ class _Seen:
         self._seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
         self._own = torch.arange(known, known + positions, device=mask.device)
 
-    def at(self, n: int) -> Tensor:
-        """Whether each position sees the one n before it, (B or 1, T)."""
-        index = (self._own - n).clamp_min(0)[None, :, None].expand(len(self._seen), -1, 1)
-        return self._seen.gather(2, index)[..., 0]
+    def before(self, most: int) -> Tensor:
+        """Whether each position sees the one n before it, n = 1 … most, (B or 1, T, most)."""
+        places_TN = (self._own[:, None] - torch.arange(1, most + 1, device=self._own.device)).clamp_min(0)
+        return self._seen.gather(2, places_TN.expand(len(self._seen), -1, -1))
 
 
-def _past(history: NGramHistory | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and positions of earlier calls, (B, P)."""
+def _past(history: NGramHistory | None, like: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Ids and positions of earlier calls, (B, P), at most the last so many."""
     if history is None or history.keys is None or history.values is None:
         nothing = like[:, :0]
         return nothing, nothing
-    ids, positions = (held[:, 0, :, 0].to(like.device) for held in (history.keys, history.values))
+    last = (history.keys[:, 0, -most:, 0], history.values[:, 0, -most:, 0])
+    ids, positions = (held.to(like.device) for held in last)
     if len(ids) != len(like):
         raise DataError(f"expected ids of the {len(ids)} sequences in the cache, got {len(like)}")
     return ids, positions

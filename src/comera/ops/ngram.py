@@ -79,7 +79,6 @@ def ngram_features(
     Source: docs/method.md §1b.
     """
     check_ids(ids, spec)
-    needed = needed_features(spec, gates)
     dtype = tables[0].dtype
     wide = [table.to(merge_dtype(dtype)) for table in tables]
     with without_autocast(wide[0]):
@@ -88,7 +87,7 @@ def ngram_features(
             wide = [torch.addmm(table[-1], u_ZI, table[:-1]) for table in wide]
             places_BL = torch.arange(u_ZI.shape[0], device=u_ZI.device).view(tokens_BLI.shape[:2])
             ids = NGramIds(places_BL, ids.reach)
-        needed = [own.to(wide[0].dtype) for own in needed]
+        needed = needed_features(spec, gates, wide[0].dtype)
         if spec.head_rank == 1 and select.supports("ngrams", *wide) and not transformed():
             made: Tensor = _Products.apply(ids, needed, *wide)
         else:
@@ -156,25 +155,19 @@ def check_ids(ids: NGramIds, spec: NGramSpec) -> None:
         raise DataError(f"expected {spec.longest - 1} earlier ids for n-grams to {spec.longest}, got {earlier}")
 
 
-def needed_features(spec: NGramSpec, gates: Sequence[Tensor]) -> list[Tensor]:
-    """For each order the features of its e that are of a needed head, as ones among zeros, in at least float32."""
-    r = spec.head_rank
-    needed: list[Tensor] = []
-    longer: Tensor | None = None
-    with torch.no_grad():
-        for n in range(spec.longest, 1, -1):
-            g, heads, own = gates[n - 2], spec.head_counts[n - 1], spec.gated[n - 2]
-            opened = g != 0
-            if len(own) != heads * r:
-                opened = torch.zeros(heads * r, dtype=torch.bool, device=g.device).index_copy(
-                    0, _index(own, g.device), opened
-                )
-            of_heads = opened.view(heads, r).any(1)
-            if longer is not None:
-                of_heads = of_heads | F.pad(longer, (0, heads - len(longer)))
-            longer = of_heads
-            needed.insert(0, of_heads.to(merge_dtype(g.dtype)).repeat_interleave(r))
-    return needed
+def needed_features(spec: NGramSpec, gates: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """For each order the features of its e that are of a needed head, as ones among zeros."""
+    r, orders = spec.head_rank, spec.longest - 1
+    with torch.no_grad():  # all orders at once: a generated token is a few microseconds for each operation
+        opened = torch.cat(list(gates)) != 0
+        if spec.columns is not None:
+            places = [n * spec.features + j for n, own in enumerate(spec.gated) for j in own]
+            nowhere = torch.zeros(orders * spec.features, dtype=torch.bool, device=opened.device)
+            opened = nowhere.index_copy(0, _index(places, opened.device), opened)
+        of_heads = opened.view(orders, spec.heads, r).any(2)
+        needed = (of_heads.flip(0).cumsum(0).flip(0) > 0).to(dtype)  # by this order or a longer one
+        needed = needed if r == 1 else needed.repeat_interleave(r, 1)
+        return [own[: heads * r] for own, heads in zip(needed, spec.head_counts[1:], strict=True)]
 
 
 def _index(columns: Sequence[int], device: torch.device) -> Tensor:
