@@ -1,13 +1,14 @@
 """One billion parameters in two processes, killed, continued in one, killed again, ended in two; ranks fall meanwhile.
 
-    OMP_NUM_THREADS=1 python benchmarks/shards.py [--sides DDP FSDP2 "FSDP2, dense tables"]     20 minutes, 8 GB
+    OMP_NUM_THREADS=1 python benchmarks/shards.py [--sides DDP FSDP2 "FSDP2, dense tables"]     34 minutes, 8 GB
 
 The preset llama-1b of `comera train lm`, on Python's own library: two texts of 512 tokens a step, one in each process
 or both in one. The late stage takes the compressed layers to half their size by step 11. Each side runs twice over
 gloo: once without a break, and once killed, torchrun and all that it started, as soon as a checkpoint stands.
 
-"DDP" is the command itself. "FSDP2" treats the same model as examples/train_fsdp2.py does: what is compressed stays
-whole in each process, `fully_shard` shards the rest, here norms alone; with "dense tables" token table and head, too.
+"DDP" is the command itself, whose processes average their gradients in one buffer. "FSDP2" treats the same model as
+examples/train_fsdp2.py does: what is compressed stays whole in each process, `fully_shard` shards the rest, here norms
+alone; with "dense tables" token table and head, too.
 
 `parameters`, `checkpoint_mb` and `files` are those of the last checkpoint; `peak_mb`: resident memory of the process
 that had most. `loss_apart`: from the loss of that step in the run without a break. `weights_apart`: the largest
