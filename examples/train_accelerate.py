@@ -52,7 +52,8 @@ def main() -> None:
         if (step + 1) % PRUNE_EVERY == 0:
             ranks.prune_()
         if (step + 1) % SAVE_EVERY == 0:
-            accelerator.save_state(out / f"step-{step + 1:06d}")
+            accelerator.save_state(out / "new")
+            (out / "new").rename(out / f"step-{step + 1:06d}")  # a kill leaves none of that name that is half written
     print(ranks.meet_target_())
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(comera.param_groups(model, lr=3e-3))
     ranks = comera.RankController(model, late=comera.LateStage(target_size=0.4, start_step=20, steps=30))
 
-    saved = sorted(out.glob("step-*"))
+    saved = sorted(file.parent for file in out.glob("step-*/.metadata"))  # which is written last
     if saved:
         fit_ranks_(model, saved[-1], optimizers=[optimizer])
         weights, moments = get_state_dict(model, optimizer)
