@@ -53,7 +53,9 @@ def main() -> None:
             ranks.prune_()
         if (step + 1) % SAVE_EVERY == 0:
             accelerator.save_state(out / "new")
-            (out / "new").rename(out / f"step-{step + 1:06d}")  # a kill leaves none of that name that is half written
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:  # a kill leaves none of that name that is half written
+                (out / "new").rename(out / f"step-{step + 1:06d}")
     print(ranks.meet_target_())
 
 
