@@ -45,7 +45,7 @@ def measure(kind: str, width: int, batch: int, repeats: int) -> dict[str, Any]:
     vocabulary, order = KINDS[kind]
     torch.manual_seed(0)
     prompt = torch.randint(vocabulary, (batch, NEW))
-    sizes = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 8 * width // 3, "num_hidden_layers": 4}
     plain, ours = (
         LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_attention_heads=width // 64, **sizes)).eval()
         for _ in range(2)
