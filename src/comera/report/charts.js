@@ -4,6 +4,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const WIDTHS = { thin: 0.6, line: 1.8, marked: 1.8, steps: 1.6, dotted: 1.6, dots: 0 };
   const HEIGHT = 230; // pixels of the plot
+  const LEVEL = [6, 4]; // pixels of a dash and a gap
 
   const shown = (value) => {
     if (value === null || value === undefined) return "–";
@@ -20,6 +21,8 @@
 
   const legend = (u, value, series, index) => shown(valueAt(u.data[series], index));
 
+  const single = (line) => line.y.filter((value) => value !== null).length === 1; // no line goes through it
+
   function options(data, axis, box) {
     const stroke = () => css("muted");
     const font = (weight) => `${weight} 12px ${css("sans")}`;
@@ -32,13 +35,13 @@
       width: WIDTHS[line.style],
       dash: line.style === "dotted" ? [2, 3] : undefined,
       paths: line.style === "steps" || line.style === "dotted" ? uPlot.paths.stepped({ align: 1 }) : undefined,
-      points: { show: ["marked", "dots"].includes(line.style), size: line.style === "dots" ? 10 : 5, fill: () => css(line.color) },
+      points: { show: ["marked", "dots"].includes(line.style) || single(line), size: line.style === "dots" ? 10 : 5, fill: () => css(line.color) },
       spanGaps: true,
       value: legend,
     }));
     for (const name of Object.keys(data.levels)) {
       series.push({
-        label: name, stroke: () => css("muted"), width: 1, dash: [6, 4], points: { show: false }, spanGaps: true, value: legend,
+        label: name, stroke: () => css("muted"), width: 1, dash: LEVEL, points: { show: false }, paths: () => null, value: legend,
       });
     }
     const sizeOf = (u, values) => 12 + 7 * Math.max(1, ...(values ?? []).map((text) => (text ?? "").length));
@@ -88,10 +91,18 @@
       ctx.fillText(mark.name, x + (ctx.textAlign === "right" ? -4 : 4) * devicePixelRatio, bbox.top + (11 + 13 * named) * devicePixelRatio);
       named += mark.name !== "";
     }
+    // from edge to edge, however few values the lines have: a path of uPlot's needs two
     ctx.textAlign = "right";
-    for (const [name, level] of Object.entries(data.levels)) {
+    ctx.setLineDash(LEVEL.map((length) => length * devicePixelRatio));
+    const levels = Object.entries(data.levels); // their series are the last ones
+    for (const [k, [name, level]] of levels.entries()) {
       const y = u.valToPos(level, "y", true);
-      if (y >= bbox.top && y <= bbox.top + bbox.height) ctx.fillText(name, bbox.left + bbox.width - 4 * devicePixelRatio, y - 4 * devicePixelRatio);
+      if (!u.series.at(k - levels.length).show || !(y >= bbox.top && y <= bbox.top + bbox.height)) continue;
+      ctx.beginPath();
+      ctx.moveTo(bbox.left, y);
+      ctx.lineTo(bbox.left + bbox.width, y);
+      ctx.stroke();
+      ctx.fillText(name, bbox.left + bbox.width - 4 * devicePixelRatio, y - 4 * devicePixelRatio);
     }
     ctx.restore();
   }
