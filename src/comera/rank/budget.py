@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from comera.distributed import shapes_changed
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
+from comera.ops.dtypes import merge_dtype
 from comera.rank.allocate import allocate
 from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.ngrams import NGramGates
@@ -153,12 +154,18 @@ def canonicalize_(
     trains = [train for train in trains if not isinstance(train.spec, NGramSpec)]  # whose gates are as they are
     check_roundable(trains)
     with _one_thread():
-        found = [(train, round_cores(train.spec, _effective_cores("a tensor train", train))) for train in trains]
-    for train, canonical in found:
-        gates = _leading(canonical.spec, train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]))
+        found = [(train, *_canonical(train)) for train in trains]
+    for train, spec, cores in found:
+        gates = _leading(spec, train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]))
         for each in (train, *copies.get(train, ())):
-            each.set_(canonical.spec, canonical.cores, gates)
-    reset_state_([p for train, _ in found for p in train.parameters()], optimizers)
+            each.set_(spec, cores, gates)
+    reset_state_([p for train in trains for p in train.parameters()], optimizers)
+
+
+def _canonical(train: TensorTrain) -> tuple[Spec, list[Tensor]]:
+    canonical = round_cores(train.spec, _effective_cores("a tensor train", train))
+    # those of all trains are held at once: in float64 they would be twice the model
+    return canonical.spec, [core.to(merge_dtype(train.cores[0].dtype)) for core in canonical.cores]
 
 
 def _leading(spec: Spec, unpruned: Spec) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from comera.kernels.cpp import compiler
 from comera.nn.linear import TTLinear
 from comera.optim import adamw
 from comera.optim.adamw import AdamW
+from comera.rank.optimizer_state import reset_state_
 from comera.rank.prune import prune_
 from comera.trainer.config import TrainConfig
 from comera.trainer.optimizer import named_optimizer
@@ -264,6 +266,19 @@ def test_what_pruning_cuts_between_steps_is_found(taken):
     assert taken == [8] * 5
     for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_moments_that_the_optimizer_gives_up_are_freed(taken):
+    """At once, by those who look at groups one by one and at all together: they are as large as the parameters."""
+    params = parameters()
+    optimizer = AdamW([{"params": params[:5]}, {"params": params[5:]}], lr=1e-2)
+    for k in range(3):
+        give_gradients(params, k)
+        optimizer.step()
+    assert len(taken) == 2
+    moments = [weakref.ref(optimizer.state[p][name]) for p in params for name in ("exp_avg", "exp_avg_sq")]
+    reset_state_(params, [optimizer])
+    assert [moment() for moment in moments] == [None] * len(moments)
 
 
 def test_memory_that_is_swapped_under_a_tensor_is_found():

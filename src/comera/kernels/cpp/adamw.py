@@ -3,8 +3,10 @@
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from operator import call as call_
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,24 +23,26 @@ class Held:
     """
 
     def __init__(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> None:
-        self._tensors = [*params, *states]
         self.params = list(params)
+        # not kept alive: an optimizer that gives up moments does so to have their memory, or for smaller ones
+        self._states = list(map(ref, states))
         self._sizes = list(map(Tensor.numel, params))
         sizes = [size for size in self._sizes for size in (size, size, 1)]
-        self.fits = are_plain(self._tensors) and list(map(Tensor.numel, states)) == sizes
+        tensors = [*params, *states]
+        self.fits = are_plain(tensors) and list(map(Tensor.numel, states)) == sizes
         """Whether the kernel supports them: `are_plain`, and moments of their parameters' sizes."""
-        self._addresses = list(map(Tensor.data_ptr, self._tensors)) if self.fits else []
+        self._addresses = list(map(Tensor.data_ptr, tensors)) if self.fits else []
         self.memory = words(self._addresses[: len(params)]), words(self._addresses[len(params) :]), words(self._sizes)
         """Addresses of the parameters and of their states, and elements of each parameter, as the kernel reads them."""
 
     def holds(self, params: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
         """Whether these are the tensors that were examined, in the same memory and of the same sizes."""
-        tensors = [*params, *states]
         return (
             self.fits
-            and len(tensors) == len(self._tensors)
-            and all(map(is_, tensors, self._tensors))
-            and list(map(Tensor.data_ptr, tensors)) == self._addresses
+            and len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and all(map(is_, states, map(call_, self._states)))
+            and list(map(Tensor.data_ptr, [*params, *states])) == self._addresses
             and list(map(Tensor.numel, params)) == self._sizes
         )
 
