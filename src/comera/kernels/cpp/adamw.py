@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from operator import call as call_
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -41,7 +40,7 @@ class Held:
             self.fits
             and len(params) == len(self.params)
             and all(map(is_, params, self.params))
-            and all(map(is_, states, map(call_, self._states)))
+            and all(map(is_, states, [state() for state in self._states]))
             and list(map(Tensor.data_ptr, [*params, *states])) == self._addresses
             and list(map(Tensor.numel, params)) == self._sizes
         )
