@@ -43,9 +43,11 @@ MLP_LEAST_ROWS, MLP_MOST_RANK = 16, 256
 
 # The loss of a head by low_rank_cross_entropy.cpp beside chunks of logits, with all gradients, 1,024 rows and 32,768
 # classes, a core of an AMD EPYC with AVX-512: 2.4 times faster at rank 8, 1.7 at 32, 1.5 at 64, 1.4 at 128; 614 rows
-# and 50,265 classes 1.7 at 160. A dense head, two cores: of 56 features 1.75, of 96 1.55, of 192 1.1; 154 rows and
-# 8,192 classes 1.2 at 96 features, 0.9 at 128.
-HEAD_MOST_RANK, HEAD_MOST_FEATURES = 256, 96
+# and 50,265 classes 1.7 at 160. A dense head, two cores: of 56 features 1.75, of 96 1.55, of 128 1.5, of 192 1.1; 154
+# rows and 8,192 classes 1.2 at 96 features, 0.9 at 128. With AVX2, 256 to 4,096 rows and 32,768 classes, 1.1 to 1.5 at
+# 96 to 256 features; 1,024 rows and 8,192 classes 1.13 at 96, 1.06 at 128, 0.96 at 192.
+HEAD_MOST_RANK, HEAD_MANY_CLASSES = 256, 16_384
+HEAD_MOST_FEATURES, HEAD_MOST_FEATURES_OF_MANY = 96, 192
 
 # Largest rank whose P stays in a Triton program's registers, and largest row that one program makes.
 TRITON_MOST_RANK, TRITON_MOST_COLUMNS = 128, 4096
@@ -111,7 +113,9 @@ def low_rank_head_backend(p_BR: Tensor, *weight: Tensor) -> Literal["cpp", "torc
 
 def is_low_rank_head(weight_VI: Tensor, x_BI: Tensor) -> bool:
     """Whether a dense output layer is best treated as one of low rank, with its inputs as P."""
-    few = weight_VI.shape[1] <= HEAD_MOST_FEATURES and not torch.is_autocast_enabled("cpu")
+    classes, features = weight_VI.shape
+    most = HEAD_MOST_FEATURES if classes < HEAD_MANY_CLASSES else HEAD_MOST_FEATURES_OF_MANY
+    few = features <= most and not torch.is_autocast_enabled("cpu")
     return few and supports("low_rank_cross_entropy", x_BI, weight_VI)
 
 

@@ -161,8 +161,12 @@ def test_ranks_and_features_beyond_the_limits_are_left_to_torch(monkeypatch: pyt
     few, many = torch.randn(4, select.HEAD_MOST_RANK), torch.randn(4, select.HEAD_MOST_RANK + 1)
     assert select.low_rank_head_backend(few, torch.randn(few.shape[1], 9)) == "cpp"
     assert select.low_rank_head_backend(many, torch.randn(many.shape[1], 9)) == "torch"
-    narrow, wide = (torch.randn(9, features) for features in (select.HEAD_MOST_FEATURES, select.HEAD_MOST_FEATURES + 1))
-    assert select.is_low_rank_head(narrow, torch.randn(4, narrow.shape[1]))
-    assert not select.is_low_rank_head(wide, torch.randn(4, wide.shape[1]))
+    for classes, most in (
+        (select.HEAD_MANY_CLASSES - 1, select.HEAD_MOST_FEATURES),
+        (select.HEAD_MANY_CLASSES, select.HEAD_MOST_FEATURES_OF_MANY),
+    ):
+        narrow, wide = (torch.zeros(classes, features) for features in (most, most + 1))
+        assert select.is_low_rank_head(narrow, torch.randn(4, narrow.shape[1]))
+        assert not select.is_low_rank_head(wide, torch.randn(4, wide.shape[1]))
     with torch.autocast("cpu", torch.bfloat16):
         assert not select.is_low_rank_head(narrow, torch.randn(4, narrow.shape[1]))
