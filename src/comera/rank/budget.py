@@ -9,6 +9,7 @@ allocate.py then decides which ranks to keep. See docs/method.md §3.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -154,18 +155,19 @@ def canonicalize_(
     trains = [train for train in trains if not isinstance(train.spec, NGramSpec)]  # whose gates are as they are
     check_roundable(trains)
     with _one_thread():
-        found = [(train, *_canonical(train)) for train in trains]
-    for train, spec, cores in found:
-        gates = _leading(spec, train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]))
+        found = [(train, _rounded("a tensor train", train)) for train in trains]
+    for train, canonical in found:
+        gates = _leading(canonical.spec, train.spec.keeping([mask.nonzero().flatten() for mask in train.unpruned()]))
         for each in (train, *copies.get(train, ())):
-            each.set_(spec, cores, gates)
+            each.set_(canonical.spec, canonical.cores, gates)
     reset_state_([p for train in trains for p in train.parameters()], optimizers)
 
 
-def _canonical(train: TensorTrain) -> tuple[Spec, list[Tensor]]:
-    canonical = round_cores(train.spec, _effective_cores("a tensor train", train))
+def _rounded(name: str, train: TensorTrain, ranks: Sequence[int] | None = None) -> Decomposition:
+    """One train in the basis of its singular vectors, cut to `ranks`."""
+    found = round_cores(train.spec, _effective_cores(name, train), ranks=ranks)
     # those of all trains are held at once: in float64 they would be twice the model
-    return canonical.spec, [core.to(merge_dtype(train.cores[0].dtype)) for core in canonical.cores]
+    return replace(found, cores=[core.to(merge_dtype(train.cores[0].dtype)) for core in found.cores])
 
 
 def _leading(spec: Spec, unpruned: Spec) -> list[Tensor]:
@@ -194,10 +196,9 @@ def _round(
     """The tensor trains that must change, rounded, and what stays of the n-gram tables among them."""
     tables = {name: train for name, train in trains.items() if isinstance(train.spec, NGramSpec)}
     linear = {name: train for name, train in trains.items() if name not in tables}
-    cores = {name: _effective_cores(repr(name), train) for name, train in linear.items()}
     importances = []
     for name, train in linear.items():
-        values = singular_values(train.spec, cores[name])
+        values = singular_values(train.spec, _effective_cores(repr(name), train))
         norm = float(values[0].norm()) if values else 0.0
         weight = weights.get(name, 1.0)
         importances.append([((s / norm).square() * weight).flip(0).tolist() if norm else [] for s in values])
@@ -212,7 +213,7 @@ def _round(
     specs = [train.spec for train in linear.values()]
     ranks, kept = allocate(specs, importances, gates, budget, multiple=multiple, rounding=True)
     rounded = {
-        name: round_cores(train.spec, cores[name], ranks=(1, *inner, 1))
+        name: _rounded(repr(name), train, (1, *inner, 1))
         for (name, train), inner in zip(linear.items(), ranks, strict=True)
         if inner != train.spec.inner_ranks
     }
