@@ -4,7 +4,8 @@
 
 The presets of `comera train lm` as they are, on random ids, each in a process of its own. "built": from a model without
 memory to one that can train; "first": built, and the first step, which makes the optimizer's state; "step": the median
-of the steps after it; "peak": resident memory above that before the model was built.
+of the steps after it; "peak": resident memory above that before the model was built; "late": the same once a late stage
+has begun and taken as many steps.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from common import about, update
 from estimate import LARGE, batch_of, config_of, vocabulary_of
 
 from comera.memory.estimate import MemoryMeter, current_memory
+from comera.nn.tensor_train import TensorTrain
+from comera.rank import canonicalize_
 from comera.recipes.lm import recipe as lm
 from comera.trainer.optimizer import named_optimizer
 from comera.trainer.state import adapt_
@@ -42,11 +45,16 @@ def measure(preset: str, steps: int) -> dict[str, float]:
         step([batch])
         seconds.append(time.perf_counter() - start)
     first, *rest = seconds
+    early_peak = meter.peak
+    canonicalize_([module for module in model.modules() if isinstance(module, TensorTrain)], [optimizer])
+    for _ in range(steps):
+        step([batch])
     return {
         "built": built,
         "first": built + first,
         "step": statistics.median(rest),
-        "peak": float(meter.peak - before),
+        "peak": float(early_peak - before),
+        "late": float(meter.peak - before),
         "parameters": float(sum(p.numel() for p in model.parameters())),
     }
 
@@ -66,9 +74,10 @@ def main() -> None:
         shown = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(shown.stdout.splitlines()[-1])
         seconds = {f"{name}_s": f"{found[name]:.2f}" for name in ("built", "first", "step")}
-        sizes = {"parameters": f"{found['parameters']:.0f}", "peak_mb": f"{found['peak'] / 2**20:.0f}"}
+        sizes = {"parameters": f"{found['parameters']:.0f}"}
+        sizes |= {f"{name}_mb": f"{found[name] / 2**20:.0f}" for name in ("peak", "late")}
         rows.append({"case": case, **sizes, **seconds, **about()})
-        print(*list(rows[-1].values())[:6], flush=True)
+        print(*list(rows[-1].values())[:7], flush=True)
     update("large", rows, ["case"])
 
 
