@@ -18,7 +18,7 @@ from figures import GREY, ORANGE, PURPLE, TEAL, png, styled
 from frontier import TUNING, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
@@ -318,12 +318,16 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
         axes.plot(
             [sizes[name] for name in names], [means[name] for name in names], "o-", color=color, markersize=4, lw=1
         )
-        for name in names:
-            axes.annotate(name, (sizes[name], means[name]), textcoords="offset points", xytext=(4, 4), fontsize=6)
+        right, side = (1, "left") if color == GREY else (-1, "right")  # dense models are the larger ones
+        for k, name in enumerate(names):
+            at = (4 * right, -8 if k % 2 else 4)
+            axes.annotate(name, (sizes[name], means[name]), textcoords="offset points", xytext=at, fontsize=6, ha=side)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.3, y=0.15)
+    axes.set_xlim(min(sizes.values()) / 5, max(sizes.values()) * 3)  # room for labels
+    axes.margins(y=0.15)
 
 
 def _setting(row: Row) -> Setting:
