@@ -45,6 +45,12 @@ def trainer(method: str, out: Path, **changed: Any) -> tuple[Any, Any]:
     return example.Trainer(method, 1e-2, example.encoder_folder(data, settings), data, settings), data
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """What is compared with a run of the script computes as the script does: sums differ with the threads."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Two steps of all methods, at two rates, with warnings as errors."""
