@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,22 @@ def test_every_form_of_file_gives_the_same(run: Path, tmp_path: Path, capfd: pyt
     found, said = predicted(capfd, run, renamed, "--text", "remark", "--label", "mood")
     assert [row["label"] for row in found] == expected
     assert "on the 50 with a label" in said
+
+
+def test_an_unnamed_column_is_no_label(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [(label, text) for text, label in ROWS]
+    file = write_csv(tmp_path / "a.csv", rows, ("", "sentence"))
+    assert "accuracy" not in predicted(capfd, run, file)[1]
+    assert "on the 50 with a label" in predicted(capfd, run, file, "--label", "")[1]  # unless it is named
+
+
+def test_pipes_and_folders_are_not_overwritten(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, pipe = write_csv(tmp_path / "new.csv", ROWS), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out in (pipe, tmp_path):
+        said = refused(capfd, run, file, "--out", out, "--overwrite")
+        assert f"expected a regular file or a new one, got {out}" in said
+    assert pipe.is_fifo()
 
 
 def test_a_table_is_written_at_once(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,16 @@ def test_the_second_time_the_cache_is_opened_and_says_the_same(
     assert capsys.readouterr().err == said
 
 
+def test_a_row_that_moves_to_the_held_out_file_gives_another_cache(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in reviews(60)]
+    train, valid = tmp_path / "train.jsonl", tmp_path / "valid.jsonl"
+    for size in (40, 20):
+        train.write_text("".join(lines[:size]))
+        valid.write_text("".join(lines[size:]))
+        data = read(train, tmp_path, valid=str(valid))
+        assert (data.train_size, data.dev_size) == (size, 60 - size)
+
+
 @pytest.mark.parametrize("names", [None, ["positive", "negative"]])
 @pytest.mark.parametrize("where", ["hub", "saved"])
 def test_data_sets_have_splits_and_names(

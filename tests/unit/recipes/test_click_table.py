@@ -1,5 +1,6 @@
 """Clicks in a table of one's own: CSV and TSV become the same columns as Criteo's format, bad rows are counted."""
 
+import csv
 import gzip
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def test_bad_rows_are_counted_and_one_too_many_is_named(kind: str, tmp_path: Pat
     assert "\n" not in str(raised.value)
 
 
+def test_a_long_field_is_no_bad_row_whatever_else_has_run(tmp_path: Path) -> None:
+    csv.field_size_limit(2**17)  # Python's own, which other readers of tables raise
+    (tmp_path / "rows.csv").write_text(f"{table()}1,{'Ulm' * 60_000},1,x,s,2\n")
+    assert read(tmp_path / "rows.csv").rows == ROWS + 1
+    csv.field_size_limit(2**17)
+    (tmp_path / "wide.csv").write_text(table().replace("unused", "unused" * 30_000))
+    assert read(tmp_path / "wide.csv").rows == ROWS
+
+
 def test_missing_labels_are_bad_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(table() + "1,Ulm,,x,s,2\n" + "1,Ulm,0.0,x,s,nan\n" + "1,Ulm,1.0,x,s, \n")
     data = read(tmp_path / "rows.csv")
@@ -127,6 +137,7 @@ def test_columns_that_are_not_there_are_one_line(
     [
         (b"", "got an empty file"),
         (b"\n1,2\n", "line 1: expected a header with the names of the columns"),
+        (table().replace("\n", "\r").encode(), r"rows\.csv, line 1: expected a header .* that ends in a newline"),
         (b"price,price,city,clicked,site,age\n", "expected columns of different names"),
         (table(rows=3).encode(), "expected at least 14 good rows.* got 3"),
         (table(rows=0).encode(), "expected at least 14 good rows.* got 0"),

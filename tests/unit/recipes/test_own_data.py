@@ -206,6 +206,17 @@ def test_a_language_model_reads_rows(write: Write, tmp_path: Path) -> None:
     assert sum(data.manifest[part]["bytes"] for part in ("train", "held_out")) == sum(map(len, TEXTS))
 
 
+def test_a_file_that_becomes_one_of_rows_is_read_as_such(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path, [{"text": text} for text in TEXTS]).rename(tmp_path / "rows.txt")
+    apart = tmp_path / "apart.txt"
+    apart.write_text(TEXTS[0] * 9)
+    fields = {"vocab_size": 256, "block_size": 16, "cache": str(tmp_path / "cache"), "held_out_path": str(apart)}
+    for name, size in (("rows.txt", file.stat().st_size), ("rows.jsonl", sum(map(len, TEXTS)))):
+        file = file.rename(tmp_path / name)
+        data = lm.prepare(lm.LMDataConfig(path=str(file), **fields), quiet=True)
+        assert data.manifest["train"]["bytes"] == size
+
+
 @FILES
 def test_code_lm_reads_rows(write: Write, tmp_path: Path) -> None:
     file = write(tmp_path, [{"content": text} for text in [*TEXTS, ""]])
@@ -268,6 +279,15 @@ def test_held_out_pairs_in_a_file_of_their_own_and_numbers_as_labels(tmp_path: P
     other = write_jsonl(tmp_path / "dev", [PAIRS[0] | {"answer": "maybe"}])
     with pytest.raises(DataError, match=r"rows\.jsonl, line 1: expected as label 0 \(0\), .* got 'maybe'"):
         pairs(train, tmp_path, valid=str(other))
+
+
+def test_held_out_and_test_pairs_of_the_same_file_are_different_data(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    train, other = write_csv(tmp_path, PAIRS), write_jsonl(tmp_path / "other", PAIRS[:5])
+    held_out, tested = (pairs(train, tmp_path, **{part: str(other)}) for part in ("valid", "test"))
+    assert (held_out.train_size, held_out.dev_size, held_out.test) == (90, 5, None)
+    assert tested.test is not None
+    assert (tested.train_size + tested.dev_size, len(tested.test)) == (90, 5)
 
 
 def test_mnlis_labels_keep_their_numbers(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def find_rows(config: ClassifyDataConfig) -> Found:
                 raise DataError(
                     f"{_option(part)}: expected a file of rows ({' '.join(ROW_SUFFIXES)}), got {file}, which {what}"
                 )
-        digest = _contents(files.values())
+        digest = _contents(files)
         return Found(
             _mnli_digest([digest.encode()], config, config.split_seed) if columns else digest,
             partial(_tables, files),
@@ -251,7 +251,7 @@ def _published(folder: Path, config: ClassifyDataConfig) -> Found:
         files = {part: file for part, file in both if file.is_file()}  # a plain file counts before a compressed one
         if len(files) == 2:
             tables = partial(_tables, files, MNLI_LABELS)
-            return Found(_contents(files.values()), tables, _columns(config, *columns))
+            return Found(_contents(files), tables, _columns(config, *columns))
     forms = "; ".join(" and ".join(names) for names in PUBLISHED)
     present = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
     raise DataError(
@@ -277,13 +277,13 @@ def _splits(path: Path, config: ClassifyDataConfig) -> dict[str, Table]:
     return tables
 
 
-def _contents(files: Iterable[Path]) -> str:
-    """A digest of the contents of files."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
+def _contents(files: dict[str, Path]) -> str:
+    """A digest of the contents of files; of several also of which part each one is."""
+    digests = {}
+    for part, file in files.items():
         with open(file, "rb") as raw:
-            hashlib.file_digest(raw, lambda: digest)  # type: ignore[arg-type,return-value]
-    return digest.hexdigest()
+            digests[part] = hashlib.file_digest(raw, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    return settings_digest([digests]) if len(digests) > 1 else digests["train"]
 
 
 def _stamps(folder: Path) -> Iterator[bytes]:

@@ -109,13 +109,13 @@ def predict(
     given = (text, pair, label)
     wanted = [name for name in (*given, *data.named) if name is not None]
     found, rows = open_rows(file, wanted, lambda error: done.skipped.add(UNREADABLE, str(error)))
-    columns = _columns(found, str(file), data, given)
+    columns, labels = _columns(found, str(file), data, given)
     files = stored_tokenizer(trained.checkpoint.parents[1])
     tokenizer = TextTokenizer(Tokenizer.from_str(files[FILE]), json.loads(files[SETTINGS]))
     cutting = tokenizer.cutting(data.max_length)
     cutting.enable_padding(pad_id=tokenizer.pad)
     show(_header(to, names))
-    examples = _examples(rows, columns, names, done)
+    examples = _examples(rows, columns, labels, names, done)
     while batch := list(islice(examples, batch_size)):
         read, batch_inputs = _encode(cutting, batch, done)
         if batch_inputs is not None:
@@ -131,7 +131,9 @@ def predict_file(trained: Trained, file: Path, out: Path, *, overwrite: bool = F
     overwrite: replace `out`. Raises ConfigError where it exists and this is not set, is the file of rows, or cannot be
     written, and what `predict` raises.
     """
-    if out.exists() and (not overwrite or out.is_dir() or out.samefile(file)):
+    if out.exists() and not out.is_file():
+        raise ConfigError(f"expected a regular file or a new one, got {out}, a folder, pipe or device: give another")
+    if out.exists() and (not overwrite or out.samefile(file)):
         raise ConfigError(f"expected a new file, got {out}, which exists: give another, or set overwrite for an output")
     done: list[Predictions] = []
 
@@ -149,13 +151,13 @@ def predict_file(trained: Trained, file: Path, out: Path, *, overwrite: bool = F
 
 def _columns(
     found: list[str], where: str, data: ClassifyDataConfig, given: tuple[str | None, str | None, str | None]
-) -> Columns:
-    """The columns of a file: as given, else as the run named them, else as training guesses them; the label may lack
-    where it was not given."""
+) -> tuple[Columns, str | None]:
+    """The columns of a file: as given, else as the run named them, else as training guesses them; and again that of the
+    label, None where it was not given and is not there."""
     mnli = data.form == "mnli"
     choices = [data.named, *(PUBLISHED.values() if mnli else ())]
     named = next((each for each in choices if {*filter(None, each[:2])} <= {*found}), data.named)
-    text, pair, label = (own or other for own, other in zip(given, named, strict=True))
+    text, pair, label = (other if own is None else own for own, other in zip(given, named, strict=True))
     if missing := [name for name in (text, pair, given[2]) if name is not None and name not in found]:
         raise DataError(
             f"{where}: expected the columns {', '.join(missing)}, got {', '.join(found)}: name those of this file with "
@@ -170,10 +172,13 @@ def _columns(
     texts = (text,) if pair is None else (text, pair)
     roles = ("text",) if pair is None else ("first text", "second text")
     missing_labels: tuple[object, ...] = (None, "", "-", -1, "-1") if mnli else (None, "")
-    return Columns(texts, label or "", roles, missing=missing_labels, numbered=mnli)
+    return Columns(texts, label or "", roles, missing=missing_labels, numbered=mnli), label
 
 
-def _examples(rows: Iterable[Row], columns: Columns, names: list[str], done: Predictions) -> Iterator[_Example]:
+def _examples(
+    rows: Iterable[Row], columns: Columns, labels: str | None, names: list[str], done: Predictions
+) -> Iterator[_Example]:
+    """labels: the column that holds them, None without one, as a name may be empty."""
     number = {name: k for k, name in enumerate(names)}
     for line, values in rows:
         where = f"{done.file}, line {line}"
@@ -188,7 +193,7 @@ def _examples(rows: Iterable[Row], columns: Columns, names: list[str], done: Pre
         if not all(text.strip() for text in texts):
             done.skipped.add(_EMPTY, where)
             continue
-        value = values.get(columns.label)
+        value = None if labels is None else values.get(labels)
         label = None if value in columns.missing else number.get(str(value))
         if label is None and columns.numbered and isinstance(value, int) and 0 <= value < len(names):
             label = value

@@ -140,7 +140,10 @@ def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], reader: Read
     that named the path. reader: of texts and rows. subset: of a hub data set."""
     if path.exists() and not is_dataset(path):
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
-        return Corpus(str(path), [reader.identity, sources], skipped, lambda rows: _rows(path, sources, reader, rows))
+        # the path in the source of a single file does not tell how it is read; that of others does
+        kind = [each for each in ROW_SUFFIXES if path.is_file() and path.name.removesuffix(".gz").endswith(each)]
+        identity = [reader.identity, sources, *kind]
+        return Corpus(str(path), identity, skipped, lambda rows: _rows(path, sources, reader, rows))
     if not (path.exists() or HUB_NAME.fullmatch(str(path))):
         raise DataError(f"expected a file or folder of text, got {path}, which does not exist: check {option}")
     data = load_splits(path, option, subset)["train"]

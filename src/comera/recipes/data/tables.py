@@ -150,8 +150,7 @@ def _tabs(lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, list[str]]]:
-    csv.field_size_limit(sys.maxsize)  # whole documents, where Python allows 128 KB
-    reader = csv.reader(lines, strict=True)
+    reader = comma_reader(lines)
     while True:
         before = reader.line_num
         try:
@@ -168,6 +167,12 @@ def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, l
             continue
         if fields:
             yield reader.line_num, fields
+
+
+def comma_reader(lines: Iterable[str], *, strict: bool = True) -> Any:
+    """A `csv.reader`, of fields of any length. strict: it raises csv.Error for quotes that do not match."""
+    csv.field_size_limit(sys.maxsize)  # whole documents, where Python allows 128 KB
+    return csv.reader(lines, strict=strict)
 
 
 def read_lines(file: Path) -> Iterator[str]:

@@ -27,7 +27,7 @@ import xxhash
 
 from comera.errors import ConfigError, DataError
 from comera.files import typed_path
-from comera.recipes.data.tables import check_names
+from comera.recipes.data.tables import check_names, comma_reader
 from comera.recipes.dlrm.criteo.config import CATEGORIES, INTEGERS, CriteoConfig
 
 Array = np.ndarray[Any, Any]
@@ -305,7 +305,7 @@ class TableRows:
         if self.delimiter == "\t":
             return text.split("\t")
         try:
-            return next(csv.reader([text], strict=True), [])
+            return next(comma_reader([text]), [])
         except csv.Error:  # a quotation mark that does not end
             return None
 
@@ -397,7 +397,13 @@ def _header(file: Path) -> tuple[list[str], Place]:
     except GZIP_ERRORS as error:
         raise DataError(f"{file}, line 1: cannot be read ({error}): is the file complete? Fetch it again") from error
     text = line.decode("utf-8", "replace").removeprefix("\ufeff").rstrip("\r\n")
-    header = text.split("\t") if ".tsv" in file.suffixes else next(csv.reader([text]), [])
+    try:
+        header = text.split("\t") if ".tsv" in file.suffixes else next(comma_reader([text], strict=False), [])
+    except csv.Error as error:  # a carriage return within it
+        raise DataError(
+            f"{file}, line 1: expected a header between commas that ends in a newline, got {quote(line)}: end each "
+            "line with one"
+        ) from error
     if not any(header):
         raise DataError(f"{file}, line 1: expected a header with the names of the columns, got {quote(line)}")
     return header, Place(0, len(line), 1)
