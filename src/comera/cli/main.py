@@ -157,6 +157,7 @@ def _parse_comparison(name: str, argv: list[str]) -> tuple[Namespace, list[str]]
     parser = parsers.compare(name, first_line(_compare))
     options, shared = parser.parse_known_args(argv)
     if not options.resume:
+        _check_shared(options, shared)
         return options, shared
     file = typed_path(options.out, "--out") / _ARGUMENTS
     try:
@@ -172,6 +173,16 @@ def _parse_comparison(name: str, argv: list[str]) -> tuple[Namespace, list[str]]
             "pass --out and --resume only"
         )
     return parser.parse_known_args([*started_with, *alone])
+
+
+def _check_shared(options: Namespace, shared: Sequence[str]) -> None:
+    """Raise ConfigError for an option of all runs in whose place the comparison sets its own."""
+    own = {"--method": "each run has one of --methods"}
+    if options.seconds is not None:
+        own |= dict.fromkeys(("--train.steps", "--train.max_seconds"), "each run has --seconds")
+    for name in (word.partition("=")[0] for word in shared):
+        if name in own:
+            raise ConfigError(f"{name}: expected no such option in a comparison, where {own[name]}: leave it out")
 
 
 def _run(command: list[str]) -> tuple[int, bool]:

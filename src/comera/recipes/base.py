@@ -218,7 +218,7 @@ def estimates_by_method(
             if isinstance(report, Applied):
                 estimates[method] = report.estimate(model, loss)
             else:
-                estimates[method] = estimate_step(model, loss, device=train.device)
+                estimates[method] = estimate_step(model, loss, optimizer=train.optimizer, device=train.device)
     return estimates
 
 

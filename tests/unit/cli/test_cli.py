@@ -306,7 +306,9 @@ def test_compare_gives_each_method_its_own_process_and_the_same_time(
 
     monkeypatch.setattr(cli, "_run", run)
     out = tmp_path / "both"
-    argv = ["compare", "code-lm", "--methods", "dense,comera", "--seconds", "0.3", "--out", str(out), *tiny]
+    steps = tiny.index("--train.steps")
+    timed = [*tiny[:steps], *tiny[steps + 2 :]]
+    argv = ["compare", "code-lm", "--methods", "dense,comera", "--seconds", "0.3", "--out", str(out), *timed]
     assert main(argv) == 0
     assert [command[:6] for command in commands] == [[sys.executable, "-P", "-m", "comera", "train", "code-lm"]] * 2
     shown = capsys.readouterr().out
@@ -327,6 +329,8 @@ def test_compare_finds_mistakes_before_the_first_run(
     for wrong, message in [
         (["--methods", "dense,lora"], "lora"),
         (["--train.stepz", "1"], "unknown field --train.stepz"),
+        (["--method", "narrow"], "--method: expected no such option in a comparison, where each run has one of"),
+        (["--train.steps=2"], "--train.steps: expected no such option in a comparison, where each run has --seconds"),
     ]:
         assert main([*argv, *wrong]) == 2
         assert message in capsys.readouterr().err
