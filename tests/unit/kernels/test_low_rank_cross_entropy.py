@@ -75,6 +75,18 @@ def test_flat_and_steep_logits(scale: float) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("first", [1, 48, 100, 700])
+def test_classes_that_a_bias_rules_out(first: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    p, b, labels = operands(97, 8, 1000, True)
+    b[0, :first] = -torch.inf
+    labels[labels >= 0] = labels[labels >= 0].clamp_min(first)
+    for came, expected in zip(kernel(p, b, labels, -100, True), oracle(p, b, labels), strict=True):
+        torch.testing.assert_close(came.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
 def test_a_label_may_be_the_ignored_number() -> None:
     p, b, labels = operands(20, 4, 9, True)
     labels = labels.clamp_min(0)  # what was ignored is class 0, and class 5 is ignored

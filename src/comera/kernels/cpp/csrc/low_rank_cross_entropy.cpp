@@ -12,6 +12,7 @@
 // Rejected: logits of some rows in memory, between the products of low_rank.cpp and the rows of cross_entropy.cpp. At low
 // ranks writing and reading them takes longer than making them again: 85 ms instead of 50 at rank 32, 1,024 rows and 32,768
 // classes (a core of an AMD EPYC with AVX-512). Threads that divide the rows: each would need a ∂B of its own.
+#include <cfloat>
 #include <cmath>
 
 #include "exports.h"
@@ -41,8 +42,9 @@ struct Running {
             const Vec before = load(most + first + j);
             Vec top = before, sum = {};
             for (long i = 0; i < m; ++i) top = larger(top, load(z + i * SAMPLES + j));
-            for (long i = 0; i < m; ++i) sum += exponential(load(z + i * SAMPLES + j) - top);
-            const Vec shrink = exponential(before - top);
+            const Vec base = larger(top, splat(-FLT_MAX));  // finite while all logits so far are -inf
+            for (long i = 0; i < m; ++i) sum += exponential(load(z + i * SAMPLES + j) - base);
+            const Vec shrink = exponential(before - base);
             store(most + first + j, top);
             double* const to = sums + first + j;
             for (int l = 0; l < W; ++l) to[l] = (to[l] == 0 ? 0 : to[l] * shrink[l]) + sum[l];
