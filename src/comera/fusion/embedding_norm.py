@@ -135,7 +135,9 @@ class _Rows(Sum):
             rows = _Rows.of(values)
         else:
             pairs = (self._table[:, None] + other._table).flatten(0, 1)
-            rows = _Rows(pairs, self._ids * len(other._table) + other._ids)
+            one = torch.arange(len(other._table), device=other._ids.device)[:, None]
+            checked = F.embedding(other._ids, one).squeeze(-1)  # an id outside its table is no row of another pair
+            rows = _Rows(pairs, self._ids * len(other._table) + checked)
         return rows if z is None else rows + z
 
 

@@ -45,8 +45,10 @@ class _Merged(NamedTuple):
     """The factors of one train from a batched merge."""
 
     factors: LowRankFactors
+    sources: list[Tensor]
+    """The tensors that they were made from."""
     versions: list[int]
-    """Of the tensors that they were made from."""
+    """Of these, when they were."""
     used: list[bool]
     """Whether a backward has run through the merge."""
 
@@ -116,7 +118,7 @@ class MergeCache:
         found = []
         for layer, train in zip(layers, trains, strict=True):
             made = merged.get(train)
-            if made is None or made.used[0] or made.versions != self._versions(train):
+            if made is None or made.used[0] or not self._current(made, train):
                 merged |= self._merge(train, dtype)
                 made = merged[train]
             missing = None if layer.bias is None or made.factors.has_bias else layer.bias.to(made.factors.b.dtype)
@@ -157,7 +159,7 @@ class MergeCache:
         """Merge all trains with the signature of one of them."""
         signature = _signature(like)
         trains = [train for train in self._layers if _signature(train) == signature]
-        versions, biases = [self._versions(train) for train in trains], [self._bias(train) for train in trains]
+        sources, biases = [self._sources(train) for train in trains], [self._bias(train) for train in trains]
         specs: list[TTSpec] = [train.spec for train in trains]  # type: ignore[misc]
         with unrecorded():  # the factors outlive the forward, so its replay finds them made
             made = merge(specs, [_flat(train) for train in trains], like.threshold, dtype, biases)
@@ -166,12 +168,18 @@ class MergeCache:
             made = [LowRankFactors(*map(self._leaf, pair)) for pair in made]
         elif made[0].a.grad_fn is not None:
             made[0].a.grad_fn.register_prehook(lambda _: used.__setitem__(0, True))
-        each = zip(trains, made, versions, strict=True)
-        return {train: _Merged(factors, version, used) for train, factors, version in each}
+        each = zip(trains, made, sources, strict=True)
+        return {train: _Merged(factors, own, [t._version for t in own], used) for train, factors, own in each}
 
-    def _versions(self, train: TensorTrain) -> list[int]:
+    def _sources(self, train: TensorTrain) -> list[Tensor]:
+        """What the factors of a train are made of."""
         bias = self._bias(train)
-        return [t._version for t in (_flat(train) if bias is None else [*_flat(train), bias])]
+        return _flat(train) if bias is None else [*_flat(train), bias]
+
+    def _current(self, made: _Merged, train: TensorTrain) -> bool:
+        """Whether factors are made of the tensors that are there now, and nothing has written to them since."""
+        each = zip(self._sources(train), made.sources, made.versions, strict=True)
+        return all(now is source and now._version == version for now, source, version in each)
 
     def _bias(self, train: TensorTrain) -> Tensor | None:
         """The bias to merge with a train: that of its only layer. Layers that share a train add theirs themselves."""

@@ -256,3 +256,13 @@ def test_few_rows_ask_for_no_halves(model: Model, merges: list[int], monkeypatch
     attach(model)
     model(torch.randn(1, 24, dtype=torch.float64))
     assert merges == []
+
+
+def test_a_part_computes_with_the_parameters_that_it_is_given(model: Model, x: Tensor) -> None:
+    attach(model)
+    first = {name: p.detach().clone() for name, p in model.first.named_parameters()}
+    for scale in (1, 2):
+        given = {name: scale * p for name, p in first.items()}
+        found = torch.func.functional_call(model.first, given, (x,))
+        model.first.load_state_dict(given, assign=True)
+        torch.testing.assert_close(found, x @ model.first.weight.t() + model.first.bias)

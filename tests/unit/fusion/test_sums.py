@@ -307,3 +307,12 @@ def test_sums_that_are_used_otherwise(calls: list[torch.Size]) -> None:
     read = torch.arange(40).view(4, 10) % 9
     assert_near(results(fused, ids=read), results(plain, ids=read))
     assert len(calls) == 2
+
+
+def test_an_id_outside_its_table_is_no_row_of_another_pair() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    made = RobertaModel(RobertaConfig(vocab_size=99, max_position_embeddings=18, **sizes)).eval()
+    assert fuse_(made).fused("embedding norm")
+    ids = torch.randint(4, 99, (8, 24))  # the table has positions for 16 tokens
+    with pytest.raises(IndexError):
+        made(ids, token_type_ids=torch.zeros_like(ids))
