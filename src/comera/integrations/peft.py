@@ -14,6 +14,7 @@ from peft import LoraConfig
 from peft.tuners.lora import layer as lora
 from torch import Tensor, nn
 
+from comera.convert.registry import converters
 from comera.errors import ConversionError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
@@ -71,7 +72,16 @@ class _Beside:
 
 
 class _Linear(_Beside, lora.Linear):
-    pass
+    @property
+    def fan_in_fan_out(self) -> bool:
+        """Whether the base layer stores its weight transposed, as a materialized Conv1D of GPT-2 does."""
+        layer: Any = self
+        converter = converters().get(type(layer.get_base_layer()))
+        return converter is not None and converter.in_first
+
+    @fan_in_fan_out.setter
+    def fan_in_fan_out(self, value: bool) -> None:
+        """PEFT sets it, for dense layers of the type that it was given."""
 
 
 class _Embedding(_Beside, lora.Embedding):

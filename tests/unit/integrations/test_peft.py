@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
@@ -114,3 +114,17 @@ def test_prompts_before_a_compressed_table(start: str) -> None:
         ]
     assert found[0].shape == (6, 12, 60)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_of_a_transposed_weight_is_merged_transposed() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    base = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    tensorize_(base, TensorizeConfig(TT(order=2, rank=4), None))
+    lora = LoraConfig(r=4, target_modules=["attn.c_proj"], init_lora_weights=False)
+    model = get_peft_model(base, with_compressed(lora)).eval()
+    out = model(IDS).logits
+    materialize_(model)
+    torch.testing.assert_close(model(IDS).logits, out)
+    torch.testing.assert_close(model.merge_and_unload()(IDS).logits, out)
