@@ -19,7 +19,7 @@ from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
-_HOOKS = (
+HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -138,7 +138,7 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
         if isinstance(old, NGramEmbedding):
             attach_ngrams_(new, old.ngrams)
         new.train(old.training)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             setattr(new, hooks, getattr(old, hooks))
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert import materialize_
+from comera.convert.swap import HOOKS
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.adapted import refuse_adapters
@@ -119,6 +120,14 @@ def serving_copy(model: nn.Module) -> nn.Module:
             None,
         ):
             swaps[module] = _DenseBag(module)
+    for old, new in swaps.items():
+        if "forward" in vars(old):
+            raise ConversionError(
+                f"expected a {type(old).__name__} with the forward of its class, got one with another, which "
+                "cannot go along: remove it, or put it into a module around the layer"
+            )
+        for hooks in HOOKS:
+            setattr(new, hooks, getattr(old, hooks))
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:
@@ -311,8 +320,9 @@ class _Projection(_Table):
         spec = self.spec
         left_MNR, right_RMN = (factor.to(input.dtype) for factor in self.tt.factors())
         (_, n, r), (_, rows_r, cols_r) = left_MNR.shape, right_RMN.shape
-        x_QN = pad_last(input.reshape(-1, spec.embedding_dim), n * cols_r).reshape(-1, cols_r)
-        t_BKM = (x_QN @ right_RMN.flatten(0, 1).t()).view(-1, n * r, rows_r)
+        x_BI = input.reshape(-1, spec.embedding_dim)
+        x_QN = pad_last(x_BI, n * cols_r).reshape(-1, cols_r)
+        t_BKM = (x_QN @ right_RMN.flatten(0, 1).t()).view(x_BI.shape[0], n * r, rows_r)
         logits_BO = (left_MNR.flatten(1) @ t_BKM).flatten(1)[:, : spec.num_embeddings]
         if self.padding_idx is not None:
             padding_O = torch.arange(spec.num_embeddings, device=input.device) == self.padding_idx

@@ -339,7 +339,7 @@ def _entries(listed: nn.ParameterList) -> list[Tensor]:
             "expected cores and gates that are read as they are stored, got forward hooks on the list of them, which "
             "nothing calls, so that what they do would be lost: torch.nn.utils.prune and the old spectral_norm and "
             "weight_norm register such. torch.nn.utils.parametrize and torch.nn.utils.parametrizations work on cores, "
-            "comera.prune_ cuts ranks, and comera.materialize_ makes layers dense"
+            "comera.rank.prune_ cuts ranks, and comera.materialize_ makes layers dense"
         )
     plain = type(listed) is nn.ParameterList or type(listed) is _Gates
     return (list(listed._parameters.values()) if plain else []) or list(listed)  # type: ignore[arg-type]
@@ -375,7 +375,7 @@ class CompressedLayer(nn.Module):
             raise WeightError(
                 f"expected a parameter to prune or to change, got the weight of a {type(self).__name__}, which is made "
                 "of the cores of a tensor train whenever it is used: parametrize a core, as in "
-                'parametrizations.spectral_norm(layer.tt.cores, "0"), or cut its ranks with comera.prune_'
+                'parametrizations.spectral_norm(layer.tt.cores, "0"), or cut its ranks with comera.rank.prune_'
             )
         super().register_parameter(name, param)
 

@@ -399,3 +399,34 @@ def test_an_interrupted_export_leaves_nothing(
         export_program(model, (x,), tmp_path / "other")
     assert leftovers(tmp_path) == ["out"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_hooks_go_along_to_a_serving_copy_and_another_forward_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(3, 64)
+    tensorize_(model, ratio=2)
+    model[0].register_forward_hook(lambda module, args, out: 3 * out)
+    torch.testing.assert_close(serving_copy(model)(x), model.eval()(x))
+    own = model[2].forward
+    model[2].forward = lambda x: 3 * own(x)
+    with pytest.raises(ConversionError, match="with the forward of its class, got one with another"):
+        serving_copy(model)
+
+
+class Masked(nn.Module):
+    """Returns closed logits, or which are above 0, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("closed", torch.arange(64) > 50)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = self.linear(x)
+        return y.masked_fill(self.closed, -torch.inf), y > 0
+
+
+def test_closed_logits_and_truth_values_compare(tmp_path: Path) -> None:
+    model = Masked()
+    tensorize_(model, ratio=2)
+    export_compressed(model, [torch.randn(4, 64)], tmp_path / "out", lambda folder: Masked())
+    export_program(model, [torch.randn(4, 64)], tmp_path / "program")
