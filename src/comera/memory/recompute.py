@@ -20,21 +20,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from comera.errors import ConversionError
 from comera.kernels.tracing import transformed
-from comera.memory.replay import SMALLER, BlockState, Kept, contexts, marked, only_marked, policy
+from comera.memory.replay import SMALLER, BlockState, Kept, contexts, marked, only_marked, policy, settings
 from comera.nn.adapted import Adapted
 from comera.nn.conv import TTConv
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import CompressedLayer
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-_Shapes = tuple[tuple[object, ...], ...]
-_Call = tuple[tuple[bool, ...], _Shapes]
-"""What decides how a block computes: modes of its modules, and shapes of what it is given."""
+_Call = tuple[tuple[object, ...], ...]
+"""What decides how a block computes: settings of its modules, and of what it is given."""
 _MOST_CALLS = 64  # that a block remembers
 
 
@@ -246,7 +245,7 @@ class _Recompute:
         # do in a CUDA graph.
         run = partial(checkpoint, forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         state = BlockState(block, args)
-        call = state.modes, _shapes((*args, *kwargs.values()))
+        call = state.settings, settings(args), settings(kwargs.values()), tuple(kwargs)
         if self.marked.get(call):
             return run(context_fn=partial(marked, state))
         kept: list[Kept] = []
@@ -256,11 +255,6 @@ class _Recompute:
         on_cpu = all(p.device.type == "cpu" for p in block.parameters())
         self.marked[call] = on_cpu and only_marked(kept) and not state.wrote
         return out
-
-
-def _shapes(values: Iterable[object]) -> _Shapes:
-    """What decides how a block computes, of its arguments."""
-    return tuple((*value.shape, value.dtype) for value in values if isinstance(value, Tensor))
 
 
 def _is_cache(value: object) -> bool:

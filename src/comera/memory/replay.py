@@ -72,6 +72,7 @@ _Place = tuple[int, ...]
 # Parameters, submodules and hooks are not what a forward writes; buffers are by themselves.
 _STRUCTURE = frozenset(vars(nn.Module())) - {"training"}
 _CONTAINERS = (list, dict, set, deque)
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def contexts(
@@ -391,9 +392,9 @@ class BlockState:
         self.wrote = False  # to a tensor that it had not made
 
     @property
-    def modes(self) -> tuple[bool, ...]:
-        """Which of its modules are in training mode."""
-        return tuple(module.training for module in self._modules)
+    def settings(self) -> tuple[object, ...]:
+        """What its modules hold besides parameters, buffers and modules, their training mode among it."""
+        return tuple(setting for _, attributes, _ in self._held() for setting in settings(attributes.values()))
 
     def begin(self) -> None:
         """At the start of the forward: note what there is."""
@@ -466,6 +467,19 @@ def _modules(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
         for child in module._modules.values():
             if child is not None:
                 yield from _modules(child, seen)
+
+
+def settings(values: Iterable[object]) -> tuple[object, ...]:
+    """What of values may decide how a block computes: shapes of tensors, plain values, of anything else its type."""
+    return tuple(map(_setting, values))
+
+
+def _setting(value: object) -> object:
+    if isinstance(value, Tensor):
+        return (*value.shape, value.dtype)
+    if type(value) in (tuple, list):
+        return settings(value)  # type: ignore[arg-type]
+    return value if type(value) in _PLAIN else type(value)
 
 
 def _members_copied(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -209,6 +209,37 @@ def test_without_gradients_and_in_evaluation_a_block_runs_as_it_was(monkeypatch:
         loss_of(model.train())
 
 
+class Noisy(nn.Module):
+    """A block that draws from a generator of its own once it is told to, by an attribute or by an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale, self.draws = nn.Linear(64, 128), nn.Linear(128, 64), 0.0, torch.Generator()
+
+    def forward(self, x: Tensor, scale: float = 0.0) -> Tensor:
+        h = self.up(x).relu()
+        if scale := scale + self.scale:
+            h = h * scale * torch.rand(h.shape, generator=self.draws)
+        return self.down(h) + x
+
+
+@pytest.mark.parametrize("told", ["attribute", "argument"])
+def test_a_block_that_computes_otherwise_than_before_is_looked_at_anew(told: str) -> None:
+    grads = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(Noisy()), torch.randn(64, 64)
+        comera.tensorize_(model, comera.TensorizeConfig(comera.TT(order=2, rank=4)))
+        if recomputes:
+            recompute_(model)
+        model[0](x).square().sum().backward()
+        model.zero_grad()
+        model[0].scale = 0.5 if told == "attribute" else 0.0
+        model[0](x, **({"scale": 0.5} if told == "argument" else {})).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads))
+
+
 def test_a_graph_may_be_walked_twice() -> None:
     model = made(Plain)
     recompute_(model)

@@ -178,7 +178,7 @@ def test_what_begins_to_draw_draws_the_same_again(seen: list[str]) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.5
     found = trained(model, x)
-    assert not seen
+    assert seen  # looked at anew, as the rate of dropout may decide what a block does
     recompute_(model, enabled=False)
     assert_same(found, trained(model, x))
 
@@ -442,16 +442,17 @@ def test_a_block_on_another_device_goes_by_operations_and_versions(monkeypatch: 
 
 
 class Late(Written):
-    """Writes in its third forward, and in none before."""
+    """Writes when it is told to, by what no attribute of an instance shows."""
+
+    writes = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls == 3:
+        if Late.writes:
             self.get_buffer("mean").data.add_(1)
         return self.norm(x) + self.get_buffer("mean").clone()
 
@@ -481,6 +482,7 @@ def test_a_block_that_begins_to_write_is_seen(monkeypatch: pytest.MonkeyPatch) -
     for step, without_a_look in enumerate([0, 2, 4, 4, 4]):
         for norm in norms:
             norm.train(step >= 3)
+        monkeypatch.setattr(Late, "writes", step == 2)
         assert_same(trained(model), trained(other))
         assert len(entered) == without_a_look
     assert {int(norm.get_buffer("num_batches_tracked")) for norm in norms} == {2}
