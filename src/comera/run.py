@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.convert.config import TensorizeConfig
+from comera.convert.config import TT, TensorizeConfig
 from comera.convert.report import TensorizeReport
 from comera.convert.tensorize import tensorize_
 from comera.errors import ConfigError
@@ -16,6 +16,7 @@ from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
+from comera.rank.optimizer_state import unwrap
 
 
 @dataclass
@@ -39,6 +40,16 @@ class Run:
     steps: int
     taken: int = 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replace a part: the ranks adapt at the steps of the optimizer that is there, and no others do."""
+        before = vars(self).get(name)
+        super().__setattr__(name, value)
+        if before is None or before is value or name not in ("ranks", "optimizer"):
+            return
+        (before if name == "ranks" else self.ranks).detach()
+        if unwrap(self.optimizer) not in self.ranks.attached:
+            self.ranks.attach(self.optimizer)
+
     def step(self, loss: Tensor) -> None:
         """Backward, the optimizer's step with the ranks', and zero gradients; the last step meets the target.
 
@@ -56,18 +67,16 @@ class Run:
 
     def callback(self, trainer: Literal["transformers", "lightning"] = "transformers") -> Any:
         """In place of `step`: the `RankCallback` of a trainer, which is given `optimizer` too."""
-        self.ranks.detach()  # the callback has a controller of its own, in the trainer's checkpoints
-        ranks = self.ranks
-        options: dict[str, Any] = {"multiple": ranks.multiple, "copies": ranks.copies}
         if trainer == "lightning":
-            from comera.integrations.lightning import RankCallback as Lightning
-
-            return Lightning(ranks.early, ranks.late, **options)
-        if trainer != "transformers":
+            from comera.integrations.lightning import RankCallback as Callback
+        elif trainer == "transformers":
+            from comera.integrations.transformers import RankCallback as Callback  # type: ignore[assignment]
+        else:
             raise ConfigError(f"trainer: expected transformers or lightning, got {trainer!r}")
-        from comera.integrations.transformers import RankCallback
-
-        return RankCallback(ranks.early, ranks.late, **options)
+        ranks = self.ranks
+        callback = Callback(ranks.early, ranks.late, multiple=ranks.multiple, copies=ranks.copies)
+        ranks.detach()  # the callback has a controller of its own, in the trainer's checkpoints
+        return callback
 
 
 def compress(
@@ -96,7 +105,9 @@ def compress(
         The parts, wired together.
 
     Raises:
-        ConfigError: steps or a rate out of range. The model is unchanged then, as after what `tensorize_` raises.
+        RankError: a target out of reach of the compressed model, which stays compressed.
+        ConfigError: steps or a rate out of range, nothing to train, or a target for layers with an activation, whose
+            ranks cannot be cut to one. The model is unchanged then, as after what `tensorize_` raises.
 
     Example:
         >>> import torch, comera
@@ -115,6 +126,17 @@ def compress(
     late = LateStage()
     if target_size is not None:
         late = LateStage(target_size=target_size, start_step=steps // 4, steps=steps // 2)
+        if found := [
+            name
+            for name, each in (config.formats if config else {}).items()
+            if isinstance(each, TT) and each.activation
+        ]:
+            raise ConfigError(
+                f"target_size: expected layers without an activation between their factors, got one in {found[0]!r}: "
+                "no singular value says what its ranks are worth"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"{type(model).__name__} has no trainable parameter: unfreeze the parameters to train")
     report = tensorize_(model, config, ratio=ratio)
     if fuse:
         fuse_(model)

@@ -119,6 +119,7 @@ class Muon(AdamW):
             if (params := [p for p in group["params"] if (p in matrices) == orthogonal])
         ]
         super().__init__(split, lr=lr, betas=betas, eps=eps, fused=True)
+        self.defaults |= {"orthogonal": False, "momentum": momentum}  # of groups added later, which are AdamW's
         # a GradScaler unscales before the step: only fused AdamW does it inside
         self._step_supports_amp_scaling = False
 

@@ -47,7 +47,7 @@ from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
 from comera.rank.step_rule import GivenRules, HookArgs, StepRule, stage_scales, step_rule
-from comera.rank.target import late_target
+from comera.rank.target import late_target, target_of
 from comera.rank.trains import check_roundable
 
 _EARLY, _LATE = EarlyStage(), LateStage()
@@ -81,7 +81,8 @@ class RankController:
             `between_steps` after each step, and capture again when `phase` changes.
 
     Raises:
-        RankError: no compressed layers, or sharded ones, copies of other ranks, a target size beside an activation.
+        RankError: no compressed layers, or sharded ones, copies of other ranks, a target size beside an activation or
+            out of reach: below the smallest possible, above the present one.
 
     Example:
         >>> import torch, comera
@@ -126,6 +127,9 @@ class RankController:
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
+        if late.target_size is not None and all(train.late_from is None for train in self._trains):
+            stored = sum(p.numel() for train in self._trains for p in train.parameters())
+            target_of(self._trains, late.target_size, size=stored, multiple=multiple, where="LateStage.target_size")
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: list[Optimizer] = []  # as attached: they may wrap those that take the steps, and have state
@@ -174,6 +178,11 @@ class RankController:
         vars(self).update(state, _optimizers=[])
         for optimizer in state["_optimizers"]:
             self.attach(optimizer)
+
+    @property
+    def attached(self) -> tuple[Optimizer, ...]:
+        """The optimizers at whose steps ranks adapt, without what wraps them."""
+        return tuple(self._hooks)
 
     @property
     def stage(self) -> Literal["early", "late"]:

@@ -33,16 +33,20 @@ _DECAY = 0.95  # looks back about twenty steps
 def update_importance_(optimizer: Optimizer, gates: Iterable[Tensor], gradients: Gradients) -> None:
     """Fold (d ∂L/∂d)² of the step that `optimizer` has just taken into the running mean of each of its `gates`.
 
-    Gates without a gradient are left alone, and so are those whose gradient is not finite (a step that a GradScaler
-    skips). Does not synchronize.
+    Gates without a gradient are left alone, and so are those whose gradient is not finite and all of a step that a
+    fused optimizer skips because a GradScaler has found others so. Does not synchronize.
     """
+    found_inf = getattr(optimizer, "found_inf", None)
     alike = defaultdict(list)  # there are hundreds of short vectors: what can be computed as one is concatenated
     for d, mean, weight in running_means(optimizer, [d for d in gates if d in gradients]):
         alike[d.device, d.dtype, weight].append((d, gradients[d], mean))
     for (*_, weight), found in alike.items():
         gates_E, gradients_E, means_E = (torch.cat(vectors) for vectors in zip(*found, strict=True))
         squares_E = (gates_E * gradients_E).square()
-        means_E = torch.where(squares_E.isfinite(), means_E.lerp(squares_E, weight), means_E)
+        taken_E = squares_E.isfinite()
+        if found_inf is not None:
+            taken_E &= found_inf.to(taken_E.device) == 0
+        means_E = torch.where(taken_E, means_E.lerp(squares_E, weight), means_E)
         means = [mean for *_, mean in found]
         torch._foreach_copy_(means, means_E.split([len(mean) for mean in means]))
 

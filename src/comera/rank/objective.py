@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from comera.errors import ConfigError, check_fields
+from comera.rank.target import bytes_of
 
 Shrink = Literal["sensitivity", "surrogate", "gate_mean"]
 Scales = tuple[float | Tensor, float | Tensor]
@@ -105,7 +106,10 @@ class LateStage:
             )
         if target is None and self.starts:
             raise ConfigError("LateStage has a start but no target_size: set the size to reach, such as 0.2")
-        positive = target is None or isinstance(target, str) or (target is not True and target > 0)
+        if isinstance(target, str):
+            positive = bool(bytes_of(target))
+        else:
+            positive = target is None or (target is not True and target > 0)
         checks = _weight_checks(self, "loss_weight", "size_weight") | {
             "target_size": (positive, "above 0, such as 0.2, 350000 or '1.5MB'"),
             "target_loss": (self.target_loss is None or isfinite(self.target_loss), "a finite number"),

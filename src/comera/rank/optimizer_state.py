@@ -69,8 +69,9 @@ def cut_state(
 ) -> list[tuple[dict[str, Any], str, Tensor]]:
     """State entries to replace, as (state, key, new tensor), when each parameter in `cuts` is cut; changes nothing.
 
-    Every state tensor of its parameter's shape is cut with it; scalars stay. Factored state is cut by its optimizer's
-    method `edited_state`. Raises RankError for any other shape.
+    Every state tensor of its parameter's shape is cut with it, and so are Adafactor's means over its last dimensions;
+    scalars stay. Other factored state is cut by its optimizer's method `edited_state`. Raises RankError for any other
+    shape.
     """
     updates = []
     for optimizer in _with_state(optimizers):
@@ -81,6 +82,9 @@ def cut_state(
                 if key in factored:
                     continue
                 if value.shape != parameter.shape:
+                    if (factor := _cut_factor(value, parameter, key, cut)) is not None:
+                        updates.append((state, key, factor))
+                        continue
                     raise RankError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for "
                         f"{names[parameter]!r} of shape {tuple(parameter.shape)}, so it cannot be cut with it: prune "
@@ -89,6 +93,20 @@ def cut_state(
                     )
                 updates.append((state, key, cut(value)))
     return updates
+
+
+def _cut_factor(value: Tensor, parameter: Tensor, key: str, cut: Cut) -> Tensor | None:
+    """A mean over the last dimension of a parameter ("row") or the one before ("col"), as torch's Adafactor and that of
+    transformers keep them, when the parameter is cut; None for other state."""
+    dim = {"row": -1, "col": -2}.get(key.removesuffix("_var")[-3:])
+    if dim is None or parameter.ndim < 2:
+        return None
+    kept = value if value.ndim == parameter.ndim else value.unsqueeze(dim)
+    if kept.ndim != parameter.ndim or kept.movedim(dim, 0).shape != (1, *parameter.movedim(dim, 0).shape[1:]):
+        return None
+    after = cut(kept.expand_as(parameter))
+    after = after.narrow(dim, 0, 1) if after.shape[dim] else after.sum(dim, keepdim=True)
+    return (after if kept is value else after.squeeze(dim)).clone()
 
 
 def zero_state_(d: Tensor, zeroed: Tensor, optimizers: Iterable[Optimizer]) -> None:

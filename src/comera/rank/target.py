@@ -13,6 +13,13 @@ _UNITS = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30, "kib": 2**10, "mib": 2*
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 
+def bytes_of(text: str) -> float | None:
+    """The bytes that a text such as "1.5MB" names (1 MB = 2^20 bytes); None if it is none."""
+    found = _BYTES.fullmatch(text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    return None if found is None or unit is None else float(found[1]) * unit
+
+
 def smallest_size(trains: Iterable[TensorTrain], *, multiple: int = 1) -> int:
     """Parameters that tensor trains store with every inner rank at 1, or at `multiple` if it was higher.
 
@@ -68,11 +75,10 @@ def resolve_target(target: float | int | str, *, size: int, smallest: int, bytes
     of the target, for the error message. Raises RankError for anything else, or a target out of these bounds.
     """
     if isinstance(target, str):
-        found = _BYTES.fullmatch(target)
-        unit = _UNITS.get(found[2].lower()) if found else None
-        if found is None or unit is None:
+        stored = bytes_of(target)
+        if stored is None:
             raise RankError(f"{where}: expected bytes such as '1.5MB' or '700 kB', got {target!r}")
-        count = int(float(found[1]) * unit / (bytes_per_element or 1.0))  # 0 if no tensor train stores anything
+        count = int(stored / (bytes_per_element or 1.0))  # 0 if no tensor train stores anything
     elif isinstance(target, bool) or not isinstance(target, float | int) or not target > 0:
         raise RankError(
             f"{where}: expected a fraction such as 0.2, a number of parameters such as 350000 or bytes such as "

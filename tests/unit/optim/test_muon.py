@@ -216,6 +216,17 @@ def test_gradients_may_be_missing_and_ranks_zero() -> None:
     assert torch.isfinite(empty(torch.ones(2, 8))).all()
 
 
+def test_a_group_that_is_added_later_is_updated_as_by_adamw() -> None:
+    model, added = network(None), nn.Parameter(torch.ones(4, 4))
+    optimizer, adamw = Muon(model), torch.optim.AdamW([expected := nn.Parameter(torch.ones(4, 4))], betas=(0.9, 0.95))
+    optimizer.add_param_group({"params": [added], "lr": 1e-2, "weight_decay": 0.0})
+    adamw.param_groups[0] |= {"lr": 1e-2, "weight_decay": 0.0}
+    for parameter, each in ((added, optimizer), (expected, adamw)):
+        parameter.square().sum().backward()
+        each.step()
+    assert torch.equal(added, expected)
+
+
 def test_errors_say_what_to_do() -> None:
     model = network(None)
     with pytest.raises(ConfigError, match=r"momentum must be in \[0, 1\), got 1.5"):

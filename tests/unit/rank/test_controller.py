@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
+from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
-from comera.rank.objective import EarlyStage
+from comera.rank.importance import STATE
+from comera.rank.objective import EarlyStage, LateStage
 from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -189,6 +191,31 @@ def test_under_a_grad_scaler_the_size_gradient_meets_the_loss_gradient_at_its_sc
         results[-1] += moments
     for plain, scaled in zip(*results, strict=True):
         torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW])
+def test_a_step_that_a_fused_optimizer_skips_changes_no_importance(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = kind(model.parameters(), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    controller = RankController(model, late=LateStage(target_size=0.9, start_step=1, steps=1000)).attach(optimizer)
+
+    def step(overflow: bool) -> list[Tensor]:
+        loss = model(torch.arange(10)).square().mean()
+        scaler.scale(loss).backward()
+        if overflow:
+            model.norm.weight.grad.fill_(torch.inf)
+        controller.observe(loss)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return [optimizer.state[d].get(STATE, d).clone() for d in model.linear.tt.rank_params]
+
+    step(False), step(False)
+    before = step(False)
+    assert all(map(torch.equal, step(True), before))
+    assert not any(map(torch.equal, step(False), before))
 
 
 def test_a_wrapped_optimizer_is_found() -> None:

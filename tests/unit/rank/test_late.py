@@ -119,17 +119,30 @@ def test_without_a_target_nothing_begins() -> None:
         controller.start_late()
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (10**6, r"LateStage.target_size: expected at most the present \d+ parameters"),
+        ("9 MB", r"LateStage.target_size: expected at most the present \d+ parameters"),
+        (5, "below the smallest possible, 60 "),
+        (1e-3, "below the smallest possible, 60 "),
+    ],
+)
+def test_a_target_out_of_reach_is_refused_before_any_step(target: float | str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        RankController(Small(), late=LateStage(target_size=target))
+
+
+@pytest.mark.parametrize("target", ["0.5 GBB", "50%", "MB", "0 MB"])
+def test_a_target_in_bytes_is_a_number_and_a_unit(target: str) -> None:
+    with pytest.raises(ConfigError, match=r"LateStage\.target_size must be above 0, such as"):
+        LateStage(target_size=target)
+
+
 def test_what_cannot_begin_is_refused() -> None:
     model = Small()
     with pytest.raises(RankError, match="an early stage before the late one, but no step was taken"):
         RankController(model, late=LateStage(target_size=0.5)).start_late()
-    _, controller, _ = begun(LateStage(target_size=10**6))
-    with pytest.raises(RankError, match=r"LateStage.target_size: expected at most the present \d+ parameters"):
-        controller.start_late()
-    assert controller.stage == "early"
-    _, controller, _ = begun(LateStage(target_size=5))
-    with pytest.raises(RankError, match="below the smallest possible, 60 "):
-        controller.start_late()
     _, controller, _ = begun(LateStage(target_size=0.5))
     controller.start_late()
     with pytest.raises(RankError, match="has begun already, with S0 = "):

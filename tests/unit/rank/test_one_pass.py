@@ -116,6 +116,26 @@ def test_importance_is_left_by_a_gradient_that_is_not_finite(rules: list[StepRul
     assert (after[[1, 4]] != before[[1, 4]]).all()
 
 
+def test_each_of_two_optimizers_measures_its_own_gates(rules: list[StepRule]) -> None:
+    torch.manual_seed(0)
+    model = Small()
+    own = [AdamW(model.table.parameters(), lr=1e-2), AdamW([*model.layer.parameters(), *model.norm.parameters()])]
+    controller = RankController(model, late=LateStage(target_size=0.9, steps=1000, start_step=1))
+    for optimizer in own:
+        controller.attach(optimizer)
+    for _ in range(3):
+        loss = model(torch.arange(12)).square().mean()
+        loss.backward()
+        controller.observe(loss)
+        for optimizer in own:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rules[-1].applied
+    for optimizer, train in zip(own, (model.table.tt, model.layer.tt), strict=True):
+        assert set(optimizer.state) == {p for group in optimizer.param_groups for p in group["params"]}
+        assert all(optimizer.state[d][STATE].all() for d in train.rank_params)
+
+
 def test_where_torch_updates_a_group_the_rule_is_in_the_gradients(rules: list[StepRule]) -> None:
     late = LateStage(target_size=0.9, steps=1000)
     models = [trained(kind, RIDGE, late, amsgrad=True) for kind in (torch.optim.AdamW, AdamW)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Adafactor
 
 from comera.errors import RankError
 from comera.nn.embedding import TTMEmbedding, TTMProjection
@@ -179,13 +180,37 @@ def test_optimizers_state_of_another_shape_is_refused_with_nothing_changed() -> 
     adamw = torch.optim.AdamW(model.parameters())
     for optimizer in (adamw, adafactor):
         step(model, optimizer, x)
+    adafactor.state[model[0].tt.cores[0]]["sketch"] = torch.zeros(1, 2)
     set_gates(model[0].tt, 1, 2)
     before = copy.deepcopy((model.state_dict(), adamw.state_dict(), adafactor.state_dict()))
-    with pytest.raises(RankError, match=r"Adafactor keeps 'row_var' of shape .*'0\.tt\.cores\.0'.*nothing was pruned"):
+    with pytest.raises(RankError, match=r"Adafactor keeps 'sketch' of shape .*'0\.tt\.cores\.0'.*nothing was pruned"):
         prune_(model, [adamw, adafactor])
     after = (model.state_dict(), adamw.state_dict(), adafactor.state_dict())
     assert repr(after) == repr(before)
     assert model[0].spec == TT
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "row", "col"),
+    [
+        (lambda p: torch.optim.Adafactor(p), "row_var", "col_var"),
+        (lambda p: Adafactor(p, lr=1e-3, relative_step=False), "exp_avg_sq_row", "exp_avg_sq_col"),
+    ],
+)
+def test_means_over_rows_and_columns_are_cut_with_their_cores(optimizer: Any, row: str, col: str) -> None:
+    model, x = nn.Sequential(layer()), torch.randn(4, 6)
+    adafactor = optimizer(model.parameters())
+    step(model, adafactor, x)
+    before = [copy.deepcopy(adafactor.state[core]) for core in model[0].tt.cores[1:3]]
+    set_gates(model[0].tt, 1, 2)
+    prune_(model, [adafactor])
+    kept = torch.tensor([0, 1, 3, 4])  # of the rank between the two
+    after = [adafactor.state[core] for core in model[0].tt.cores[1:3]]
+    assert torch.equal(after[0][row], before[0][row])
+    assert torch.equal(after[0][col], before[0][col].index_select(-1, kept))
+    assert torch.equal(after[1][row], before[1][row].index_select(0, kept))
+    assert torch.equal(after[1][col], before[1][col].index_select(0, kept))
+    step(model, adafactor, x)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
