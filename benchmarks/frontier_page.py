@@ -116,7 +116,8 @@ What was found, in ten minutes of two cores on code, one seed each unless the ta
   convolutions has 1.086 in 9.2 MB, 48 wide 1.124 in 6.7, n-grams, 64 wide with rank 32, 1.100 in 5.3. One seed each.
   **Of bytes** dense 128 wide with convolutions has 1.146 in 3.5 MB, with a table of all strings of six bytes in their
   place 1.148 in 4.9.
-- Not measured: wider models for an hour, bytes for an hour, bytes at 0.5 MB, hashed n-grams for longer than two minutes, equal memory with recomputation, one sequence a step.
+- Not measured: wider models for an hour, bytes for an hour, bytes at 0.5 MB, hashed n-grams for longer than two
+  minutes, equal memory with recomputation, one sequence a step.
 """
 
 COMMANDS = """Bold: short of the goal. Each figure: `python benchmarks/frontier.py final --cases DENSE COMPRESSED` with
@@ -179,8 +180,8 @@ def _goals() -> Iterator[Goal]:
     for text in ("code", "prose"):
         for budget in ("600s", "3600s"):
             yield Goal("equal time, dense of any width", 0.05, Setting(text, 256, budget, "muon", INTEL))
-    tokens = [("code", "600s"), ("prose", "600s"), ("packages", "600s"), ("packages", "3600s")]
-    for text, vocab, budget in [("code", 256, "600s"), ("prose", 256, "600s"), *((text, 32768, budget) for text, budget in tokens)]:
+    settings = [(text, vocab, "600s") for vocab in (256, 32768) for text in ("code", "prose")]
+    for text, vocab, budget in [*settings, ("packages", 32768, "600s"), ("packages", 32768, "3600s")]:
         with_taps = Setting(text, vocab, budget, "muon", AMD)
         yield Goal("equal time, the best dense width run, with short convolutions", 0.04, with_taps)
     for text, size, machine in (("code", 0.5, INTEL), ("code", 2, INTEL), ("code", 8, AMD), ("prose", 2, INTEL)):
