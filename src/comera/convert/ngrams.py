@@ -285,33 +285,47 @@ def _std(embedding: Any) -> float:
 
 def _before(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the embedding of a base model know the context of the ids of a call."""
-    embedding = base.get_input_embeddings()
-    if not isinstance(embedding, NGramEmbedding):
-        return
-    call = _call(base, embedding, args, kwargs)
-    begin_reading(base, embedding, call.context, call)
+    if tables := _tables(base):
+        call = _call(base, tables[0], args, kwargs)
+        for table in tables:
+            begin_reading(base, table, call.context, call)
 
 
 def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Append the ids of a call to its cache."""
-    embedding = base.get_input_embeddings()
-    call = end_reading(base, embedding) if isinstance(embedding, NGramEmbedding) else None
-    if call is not None:
-        for kept in _caches(output):
+    call = None
+    for table in reversed(_tables(base)):
+        call = end_reading(base, table) or call
+    if call is not None and output is not None:  # None: the call failed
+        for kept in _caches(_given(base, args, kwargs), output):
             remember(kept, call.ids, call.positions)
 
 
-def _caches(output: Any) -> Iterator[Any]:
-    # nothing of a call that failed; as a plain mapping, because asking outputs for an old name gives a warning
+def _tables(base: Any) -> list[NGramEmbedding]:
+    """What a base model looks its ids up in: its embedding, or those inside what PEFT has put in its place."""
+    embedding = base.get_input_embeddings()
+    if isinstance(embedding, NGramEmbedding):
+        return [embedding]
+    return [module for module in embedding.modules() if isinstance(module, NGramEmbedding)]
+
+
+def _caches(given: Mapping[str, Any], output: Any) -> Iterator[Any]:
+    """The caches that a call was given and that it returns."""
+    # as a plain mapping, because asking outputs for an old name gives a warning
     named = dict(output.items()) if hasattr(output, "keys") else {}
-    parts = output if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
+    parts = [*output] if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
+    parts += [given[name] for name in CACHES if given.get(name) is not None]
     found = {id(part): part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers")}
     yield from found.values()  # one cache may have two names
 
 
+def _given(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(_parameters(type(base)), args, strict=False)) | kwargs
+
+
 def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     where = type(base).__name__
-    given = dict(zip(_parameters(type(base)), args, strict=False)) | kwargs
+    given = _given(base, args, kwargs)
     ids = given.get("input_ids")
     if not isinstance(ids, Tensor):
         raise DataError(

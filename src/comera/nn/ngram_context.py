@@ -7,7 +7,9 @@ caches: beams are reordered, samples repeated and dropped, candidates of assiste
 B sequences, T positions of this call, P ids of earlier ones, L = N − 1 + T; K keys that a mask is about.
 """
 
+import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,10 +25,11 @@ NONE = -1  # in place of an id that is padding
 class NGramHistory:
     """A layer of a KV cache of transformers that holds ids (B, 1, P, 1), as `keys`, and their positions, as `values`.
 
-    It has the methods that caches call on their layers. It is not compileable, so that `generate` does not try to.
+    It has the methods that caches call on their layers. In a cache it is a `DummyLayer` besides, so that no mask is
+    made for it, and says that it compiles: transformers leaves out masks of static caches that do not.
     """
 
-    is_compileable = False
+    is_compileable = True
     is_sliding = False
     is_croppable = True
     supports_early_init = False
@@ -89,9 +92,26 @@ class NGramHistory:
     def prefetch(self) -> None:
         """They are there."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _held, (self.keys, self.values)
+
     def _change(self, change: Any) -> None:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = change(self.keys), change(self.values)
+
+
+@cache
+def _kind() -> type[NGramHistory]:
+    library = sys.modules["transformers.cache_utils"]  # whose cache it is in
+    dummy = getattr(library, "DummyLayer", object)  # which earlier releases do not know
+    return type("NGramHistory", (NGramHistory, dummy), {})
+
+
+def _held(keys: Tensor | None, values: Tensor | None) -> NGramHistory:
+    """A history of these ids and positions."""
+    history = _kind()()
+    history.keys, history.values = keys, values
+    return history
 
 
 def history_of(cache: Any, *, where: str) -> NGramHistory | None:
@@ -109,7 +129,8 @@ def history_of(cache: Any, *, where: str) -> NGramHistory | None:
             f"have seen, got a {type(cache).__name__}"
         )
     found = next((layer for layer in layers if isinstance(layer, NGramHistory)), None)
-    lengths = {length for layer in layers if layer is not found and (length := _length(layer))}
+    others = [layer for layer in layers if layer is not found]
+    lengths = {length for layer in others if (length := _length(layer, known=found is not None))}
     if found is None and lengths:
         raise DataError(
             f"{where}: expected the cache of a model with n-grams, got one with {max(lengths)} positions and without "
@@ -130,7 +151,7 @@ def remember(cache: Any, ids: Tensor, positions: Tensor) -> None:
         return
     found = next((layer for layer in layers if isinstance(layer, NGramHistory)), None)
     if found is None:
-        found = NGramHistory()
+        found = _held(None, None)
         layers.append(found)
     found.update(ids[:, None, :, None], positions[:, None, :, None])
 
@@ -142,9 +163,12 @@ def _layers(cache: Any) -> list[Any] | None:
     return layers if isinstance(layers, list) else None
 
 
-def _length(layer: Any) -> int | None:
-    """Positions that a layer of a cache holds; None where it does not tell, or only on a device."""
+def _length(layer: Any, *, known: bool) -> int | None:
+    """Positions that a layer of a cache holds; None where it does not tell. known: None, too, where a tensor tells, so
+    that only the first call of a sequence synchronizes."""
     length = layer.get_seq_length() if hasattr(layer, "get_seq_length") else None
+    if isinstance(length, Tensor) and not known and not torch.compiler.is_compiling():
+        length = int(length)
     return length if isinstance(length, int) else None
 
 
@@ -200,18 +224,20 @@ class _Seen:
     """Which keys the positions of a call see, by a mask (B or 1, heads or 1, T, K) of booleans or of what is added."""
 
     def __init__(self, mask: Tensor, known: int, positions: int) -> None:
-        if mask.shape[2] != positions or mask.shape[3] < known + positions:
+        if mask.shape[2] != positions or mask.shape[3] < positions:
             raise DataError(
-                f"expected an attention mask of {positions} positions and at least {known + positions} keys for "
-                f"n-grams, got shape {tuple(mask.shape)}"
+                f"expected an attention mask of {positions} positions and at least as many keys for n-grams, got shape "
+                f"{tuple(mask.shape)}"
             )
+        first = max(known + positions - mask.shape[3], 0)  # that a window still holds
         self._seen = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
-        self._own = torch.arange(known, known + positions, device=mask.device)
+        self._own = torch.arange(known, known + positions, device=mask.device) - first
 
     def before(self, most: int) -> Tensor:
         """Whether each position sees the one n before it, n = 1 … most, (B or 1, T, most)."""
-        places_TN = (self._own[:, None] - torch.arange(1, most + 1, device=self._own.device)).clamp_min(0)
-        return self._seen.gather(2, places_TN.expand(len(self._seen), -1, -1))
+        places_TN = self._own[:, None] - torch.arange(1, most + 1, device=self._own.device)
+        seen_BTN = self._seen.gather(2, places_TN.clamp_min(0).expand(len(self._seen), -1, -1))
+        return seen_BTN | (places_TN < 0)  # of what is before the window, or the text, the mask does not tell
 
 
 def _past(history: NGramHistory | None, like: Tensor, most: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -17,6 +18,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -24,6 +27,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -208,6 +212,7 @@ GENERATE: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3, "do_sample": False},
     "sampled beams": {"num_beams": 4, "do_sample": True, "num_return_sequences": 2},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "static cache, one prompt": {"do_sample": False, "cache_implementation": "static"},
     "without a cache": {"do_sample": False, "use_cache": False},
     "prompt lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
 }
@@ -216,9 +221,9 @@ GENERATE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", GENERATE)
 @pytest.mark.parametrize("build", [llama, gpt2], ids=lambda build: build.__name__)
 def test_generated_tokens_have_the_scores_of_the_full_forward(build, how):
-    """Of prompts of unequal length; prompt lookup takes one prompt."""
+    """Of prompts of unequal length, or of one alone, which needs no mask."""
     model = with_ngrams(build)
-    lengths = [7] if how == "prompt lookup" else [7, 3]
+    lengths = [7] if how in ("prompt lookup", "static cache, one prompt") else [7, 3]
     prompts = [ids_of(length, seed=length) for length in lengths]
     padded = torch.stack([torch.cat([torch.zeros(7 - len(p), dtype=torch.long), p]) for p in prompts])
     if how == "prompt lookup":
@@ -418,3 +423,48 @@ def test_a_plain_module_takes_rows_as_documents():
     with pytest.raises(ConversionError, match=r"with 2: 0, 1. Give the name of one"):
         comera.ngrams_(several)
     assert list(comera.ngrams_(several, embeddings="1", order=2, rank=2).tables) == ["1"]
+
+
+def test_a_cache_that_the_output_does_not_name_has_the_ids_too():
+    model, ids = with_ngrams(llama), ids_of(2, 9)
+    with torch.no_grad():
+        for kept in (DynamicCache(), StaticCache(config=model.config, max_cache_len=20)):
+            model(input_ids=ids[:, :5], use_cache=False, **{CACHE: kept})
+            rest = model(input_ids=ids[:, 5:], attention_mask=torch.ones_like(ids), **{CACHE: kept}).logits
+            close(rest, model(input_ids=ids).logits[:, 5:])
+
+
+def test_the_static_cache_of_another_model_is_refused():
+    model, ids = with_ngrams(llama), ids_of(2, 9)
+    kept = StaticCache(config=model.config, max_cache_len=20)
+    llama()(input_ids=ids[:, :5], **{CACHE: kept})
+    with pytest.raises(DataError, match="got one with 5 positions and without their ids"):
+        model(input_ids=ids[:, 5:], **{CACHE: kept})
+
+
+def test_a_model_of_sliding_layers_alone_goes_on_from_its_cache():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(vocab_size=64, num_hidden_layers=2, head_dim=16, **sizes)
+    torch.manual_seed(0)
+    model, ids = Gemma3ForCausalLM(config).eval(), torch.randint(2, 64, (2, 12))
+    comera.ngrams_(model, order=4, rank=16)
+    with torch.no_grad():
+        kept = cache_of(model(input_ids=ids[:, :8], use_cache=True))
+        copied = copy.deepcopy(kept)
+        exact = model(input_ids=ids).logits[:, 8:]
+        for each in (kept, copied, pickle.loads(pickle.dumps(copied))):
+            close(model(input_ids=ids[:, 8:], **{CACHE: each}).logits, exact)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("kind", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}], ids=str)
+def test_an_adapter_around_the_embedding_leaves_it_its_history(kind):
+    model, ids = with_ngrams(llama), ids_of(2, 12)
+    plain = model(input_ids=ids).logits.detach()
+    tuned = get_peft_model(model, LoraConfig(**({"target_modules": ["q_proj"]} | kind))).eval()
+    with torch.no_grad():
+        close(tuned(input_ids=ids).logits, plain)
+        kept = cache_of(tuned(input_ids=ids[:, :8], use_cache=True))
+        close(tuned(input_ids=ids[:, 8:], **{CACHE: kept}).logits, plain[:, 8:])
+        both = tuned(input_ids=ids, position_ids=torch.arange(6).repeat(2, 2), use_cache=False).logits
+        close(both[:, 6:], tuned(input_ids=ids[:, 6:]).logits)
