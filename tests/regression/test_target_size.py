@@ -87,11 +87,16 @@ def test_without_a_target_there_is_nothing_to_meet() -> None:
 
 def test_a_target_that_cannot_be_met_is_refused_with_nothing_changed() -> None:
     model = build()
-    controller, _ = train(model, LateStage(target_size=5), 2)
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(RankError, match="below the smallest possible"):
-        controller.meet_target_()
+        RankController(model, late=LateStage(target_size=5))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    controller, _ = train(model, LateStage(target_size=0.5), 2)
+    controller.late = LateStage(target_size=5)  # replaced since
+    trained = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(RankError, match="below the smallest possible"):
+        controller.meet_target_()
+    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
     assert controller.stage == "early"
 
 
