@@ -1,7 +1,6 @@
 """`compress`: one call for the usual case, whose parts are those that programs wire by hand."""
 
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -120,23 +119,16 @@ def compress(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 4:
         raise ConfigError(f"steps: expected the optimizer steps of the whole training, 4 or more, got {steps!r}")
-    for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
-        if not isfinite(value) or value < 0:
-            raise ConfigError(f"{name} must be a finite number >= 0, got {value}")
+    param_groups(model, lr=lr, weight_decay=weight_decay)  # may raise, before anything has changed
     late = LateStage()
     if target_size is not None:
         late = LateStage(target_size=target_size, start_step=steps // 4, steps=steps // 2)
-        if found := [
-            name
-            for name, each in (config.formats if config else {}).items()
-            if isinstance(each, TT) and each.activation
-        ]:
+        formats = config.formats if config else {}
+        if found := [name for name, each in formats.items() if isinstance(each, TT) and each.activation]:
             raise ConfigError(
                 f"target_size: expected layers without an activation between their factors, got one in {found[0]!r}: "
                 "no singular value says what its ranks are worth"
             )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{type(model).__name__} has no trainable parameter: unfreeze the parameters to train")
     report = tensorize_(model, config, ratio=ratio)
     if fuse:
         fuse_(model)

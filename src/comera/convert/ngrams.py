@@ -25,7 +25,7 @@ from comera.nn.adapted import refuse_adapters
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.ngram import NGramEmbedding, NGramTable, attach_ngrams_, begin_reading, end_reading, longest_of
-from comera.nn.ngram_context import Call, history_of, remember
+from comera.nn.ngram_context import Call, remember
 from comera.nn.tensor_train import TensorTrain
 from comera.tt.ngram import NGramSpec
 
@@ -163,6 +163,7 @@ def ngrams_(
         raise ConversionError("the model is wrapped in DistributedDataParallel: call ngrams_ first, then wrap")
     bases = _bases(model)
     chosen = _chosen(model, bases, embeddings)
+    _check_readers(model, bases)
     tables: dict[str, tuple[nn.Module, NGramTable]] = {}
     for name, embedding in chosen.items():
         _check(name, embedding, ngrams, [base for base, own in bases if own is embedding])
@@ -266,6 +267,25 @@ def _check(name: str, embedding: nn.Module, ngrams: NGrams, bases: list[nn.Modul
             )
 
 
+def _check_readers(model: nn.Module, bases: list[tuple[nn.Module, nn.Module]]) -> None:
+    """Raise ConversionError for a model that looks ids up itself and gives a base model their embeddings only."""
+    held = {embedding: base for base, embedding in bases}
+    for outer in model.modules():
+        own = getattr(outer, "get_input_embeddings", None)
+        if not any("pixel_values" in name for name in _parameters(type(outer))) or own is None:
+            continue
+        try:
+            base = held.get(own())
+        except (NotImplementedError, AttributeError):
+            continue
+        if base is not None and base is not outer:
+            raise ConversionError(
+                f"ngrams_: expected a model that looks ids up in its {type(base).__name__}, got a "
+                f"{type(outer).__name__}, which gives it embeddings of ids and images together, from which n-grams "
+                f"cannot be read: call ngrams_ on the {type(base).__name__}, and train it alone"
+            )
+
+
 def _std(embedding: Any) -> float:
     """Root mean square of the rows of an embedding."""
     if isinstance(embedding, TTMEmbedding):
@@ -292,13 +312,19 @@ def _before(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Append the ids of a call to its cache."""
-    call = None
-    for table in reversed(_tables(base)):
-        call = end_reading(base, table) or call
-    if call is not None and output is not None:  # None: the call failed
-        for kept in _caches(_given(base, args, kwargs), output):
-            remember(kept, call.ids, call.positions)
+    """Append the ids of a call to the caches that it was given and that it returns."""
+    readings = [each for table in reversed(_tables(base)) if (each := end_reading(base, table))]
+    if not readings or output is None:  # None: the call failed
+        return
+    if not (torch.compiler.is_compiling() or any(each.used for each in readings)):
+        raise DataError(
+            f"{type(base).__name__}: expected ids to be looked up by its embedding, which adds n-grams, got another "
+            "lookup in its place, such as PEFT's trainable_token_indices: train the whole embedding instead "
+            "(modules_to_save), or detach the table"
+        )
+    call: Call = readings[0].note
+    for kept in _caches(call.cache, output):
+        remember(kept, call.ids, call.positions)
 
 
 def _tables(base: Any) -> list[NGramEmbedding]:
@@ -309,23 +335,18 @@ def _tables(base: Any) -> list[NGramEmbedding]:
     return [module for module in embedding.modules() if isinstance(module, NGramEmbedding)]
 
 
-def _caches(given: Mapping[str, Any], output: Any) -> Iterator[Any]:
-    """The caches that a call was given and that it returns."""
+def _caches(given: Any, output: Any) -> Iterator[Any]:
     # as a plain mapping, because asking outputs for an old name gives a warning
     named = dict(output.items()) if hasattr(output, "keys") else {}
-    parts = [*output] if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
-    parts += [given[name] for name in CACHES if given.get(name) is not None]
-    found = {id(part): part for part in parts if hasattr(getattr(part, "self_attention_cache", part), "layers")}
+    parts = output if isinstance(output, tuple) else [named[name] for name in CACHES if name in named]
+    every = (given, *parts)
+    found = {id(part): part for part in every if hasattr(getattr(part, "self_attention_cache", part), "layers")}
     yield from found.values()  # one cache may have two names
-
-
-def _given(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(_parameters(type(base)), args, strict=False)) | kwargs
 
 
 def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     where = type(base).__name__
-    given = _given(base, args, kwargs)
+    given = dict(zip(_parameters(type(base)), args, strict=False)) | kwargs
     ids = given.get("input_ids")
     if not isinstance(ids, Tensor):
         raise DataError(
@@ -341,7 +362,8 @@ def _call(base: Any, embedding: NGramEmbedding, args: tuple[Any, ...], kwargs: d
         longest_of(embedding),
         attention_mask=given.get("attention_mask"),
         position_ids=given.get("position_ids"),
-        history=history_of(kept, where=where),
+        cache=kept,
+        where=where,
     )
 
 

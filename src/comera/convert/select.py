@@ -201,11 +201,25 @@ def find_groups(
             group = _group(members, smallest)
             if group.spec.ratio > config.min_ratio:
                 groups.append(group)
+                _note_padding(members, weight)
                 continue
             for site in members:
                 stored = group.spec.numel + group.spec.rank_numel
                 site.note = f"would store {stored:,} parameters (min_ratio {config.min_ratio:g}) in {group.spec}"
     return groups
+
+
+def _note_padding(members: list[Site], weight: nn.Parameter) -> None:
+    """Note where a table's padding row, which is zero in a compressed one, was not, or is an output of a head, too."""
+    tables = [site for site in members if site.converter.table and site.layer.padding_idx is not None]
+    for site in tables:
+        row: Any = site.layer.padding_idx
+        lost = not weight.is_meta and bool(weight[row].any())
+        head = len(members) > sum(each.converter.table is not None for each in members)
+        if lost or head:
+            what = f"row {row}, of padding, {'becomes' if lost else 'stays'} zero"
+            what += ", and so does its logit" if head else ""
+            site.note = "; ".join(filter(None, [site.note, what]))
 
 
 def _follow_tables(sites: list[Site]) -> None:

@@ -19,7 +19,7 @@ from comera.nn.tensor_train import CompressedLayer, TensorTrain
 from comera.tt.spec import BTTSpec, TTMSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
-HOOKS = (
+_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -51,6 +51,12 @@ def _or_unchanged(model: nn.Module) -> Iterator[None]:
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
         raise
+
+
+def move_hooks_(old: nn.Module, new: nn.Module) -> None:
+    """Give a module that takes the place of another one its hooks."""
+    for hooks in _HOOKS:
+        setattr(new, hooks, getattr(old, hooks))
 
 
 def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
@@ -138,8 +144,7 @@ def _swap_(model: nn.Module, swaps: Mapping[nn.Module, nn.Module]) -> None:
         if isinstance(old, NGramEmbedding):
             attach_ngrams_(new, old.ngrams)
         new.train(old.training)
-        for hooks in HOOKS:
-            setattr(new, hooks, getattr(old, hooks))
+        move_hooks_(old, new)
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert import materialize_
-from comera.convert.swap import HOOKS
+from comera.convert.swap import move_hooks_
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
 from comera.nn.adapted import refuse_adapters
@@ -126,8 +126,7 @@ def serving_copy(model: nn.Module) -> nn.Module:
                 f"expected a {type(old).__name__} with the forward of its class, got one with another, which "
                 "cannot go along: remove it, or put it into a module around the layer"
             )
-        for hooks in HOOKS:
-            setattr(new, hooks, getattr(old, hooks))
+        move_hooks_(old, new)
     for parent in list(copy.modules()):
         for name, child in list(parent._modules.items()):
             if child is not None and child in swaps:

@@ -393,8 +393,12 @@ class BlockState:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What its modules hold besides parameters, buffers and modules, their training mode among it."""
-        return tuple(setting for _, attributes, _ in self._held() for setting in settings(attributes.values()))
+        """What its modules hold besides parameters, buffers and modules, their training mode among it; of those of
+        torch and comera, whose draws and writes are known by that, the mode alone."""
+        return tuple(
+            (module.training,) if _is_known(type(module)) else settings(_attributes(module).values())
+            for module in self._modules
+        )
 
     def begin(self) -> None:
         """At the start of the forward: note what there is."""
@@ -456,7 +460,7 @@ class BlockState:
 
     def _held(self) -> _Attributes:
         """What the modules hold now, by reference."""
-        return [(m, {k: v for k, v in vars(m).items() if k not in _STRUCTURE}, dict(m._buffers)) for m in self._modules]
+        return [(module, _attributes(module), dict(module._buffers)) for module in self._modules]
 
 
 def _modules(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -467,6 +471,15 @@ def _modules(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
         for child in module._modules.values():
             if child is not None:
                 yield from _modules(child, seen)
+
+
+def _is_known(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith(("torch.nn.", "comera."))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds besides its parameters, buffers, modules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _STRUCTURE}
 
 
 def settings(values: Iterable[object]) -> tuple[object, ...]:

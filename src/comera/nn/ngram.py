@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -113,13 +114,16 @@ class NGramTable(CompressedLayer):
         return str(self.spec)
 
 
-class _Reading(NamedTuple):
-    """A call of an embedding in progress: its reader, the context of the ids, and a note of the reader."""
+@dataclass(eq=False)
+class Reading:
+    """A call of an embedding in progress: its reader, the context of the ids, a note of the reader, and whether the
+    embedding has read the context."""
 
     reader: object
     embedding: nn.Module
     context: NGramIds
     note: Any
+    used: bool = False
 
 
 class NGramEmbedding(nn.Module):
@@ -142,7 +146,7 @@ class NGramEmbedding(nn.Module):
     """
 
     ngrams: nn.Module
-    traced_reading: _Reading | None = None
+    traced_reading: Reading | None = None
     plain_type: ClassVar[type[nn.Module]]
 
     def forward(self, input: Tensor, context: NGramIds | None = None) -> Tensor:
@@ -166,7 +170,7 @@ def rows_with_ngrams(rows: Tensor, ids: NGramIds, look_up: Callable[[Tensor], Te
 
 
 _CLASSES: dict[type[nn.Module], type[NGramEmbedding]] = {}
-_READING: ContextVar[tuple[_Reading, ...]] = ContextVar("reading", default=())
+_READING: ContextVar[tuple[Reading, ...]] = ContextVar("reading", default=())
 
 
 def _class_of(plain: type[nn.Module]) -> type[NGramEmbedding]:
@@ -224,24 +228,25 @@ def reading(embedding: nn.Module, context: NGramIds) -> Iterator[None]:
 
 
 def begin_reading(reader: object, embedding: Any, context: NGramIds, note: Any = None) -> None:
-    """As `reading`, until `end_reading` for this reader, which returns the note."""
-    began = _Reading(reader, embedding, context, note)
+    """As `reading`, until `end_reading` for this reader."""
+    began = Reading(reader, embedding, context, note)
     if torch.compiler.is_compiling():  # which knows no ContextVar
         embedding.traced_reading = began
     else:
         _READING.set((*_READING.get(), began))
 
 
-def end_reading(reader: object, embedding: Any) -> Any:
-    """Undo the last `begin_reading`, if this reader did it; None if not."""
+def end_reading(reader: object, embedding: Any) -> Reading | None:
+    """Undo and return the last `begin_reading`, if this reader did it; None if not."""
     if torch.compiler.is_compiling():
-        last, embedding.traced_reading = embedding.traced_reading, None
-        return None if last is None else last.note
+        traced: Reading | None = embedding.traced_reading
+        embedding.traced_reading = None
+        return traced
     *before, last = _READING.get() or (None,)
     if last is None or last.reader is not reader:
         return None
     _READING.set(tuple(each for each in before if each is not None))
-    return last.note
+    return last
 
 
 def longest_of(embedding: nn.Module) -> int:
@@ -255,7 +260,9 @@ def _context_of(embedding: NGramEmbedding, input: Tensor, given: NGramIds | None
     if given is None and torch.compiler.is_compiling():
         given = None if embedding.traced_reading is None else embedding.traced_reading.context
     elif given is None:
-        given = next((each.context for each in reversed(_READING.get()) if each.embedding is embedding), None)
+        found = next((each for each in reversed(_READING.get()) if each.embedding is embedding), None)
+        if found is not None:
+            given, found.used = found.context, True
     if given is None:
         if input.dim() != 2:
             raise DataError(f"expected ids as (batch, positions) for n-grams, got shape {tuple(input.shape)}")

@@ -175,7 +175,7 @@ def _length(layer: Any, *, known: bool) -> int | None:
 class Call:
     """A call of a model: its ids, and what comes before them.
 
-    ids: (B, T), padding as NONE. positions: (B, T). context: for the table.
+    ids: (B, T), padding as NONE. positions: (B, T). context: for the table. cache: the one that it was given.
     """
 
     def __init__(
@@ -185,8 +185,10 @@ class Call:
         *,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
-        history: NGramHistory | None = None,
+        cache: Any = None,
+        where: str = "",
     ) -> None:
+        history, self.cache = history_of(cache, where=where), cache
         earlier, own = longest - 1, ids_BT.shape[1]
         known = 0 if history is None else history.get_seq_length()
         past_BP, positions_BP = _past(history, ids_BT, earlier)

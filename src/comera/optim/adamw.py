@@ -168,8 +168,8 @@ class AdamW(torch.optim.AdamW):
     def _terms(self, rule: StepRule, *, all_ready: bool) -> dict[str, Terms]:
         """What the kernel applies of a rule: all of it, or nothing, and it is written into the gradients now."""
         if all_ready:
-            held = gradients_of(self) if rule.measured else {}  # another optimizer may hold the rest
-            means = running_means(self, [d for d in rule.measured if d in held])
+            own = [d for d in rule.measured if d.grad is not None and d in self.state]  # another one may hold the rest
+            means = running_means(self, own)
             terms = Terms.fitting(float(rule.c_loss), rule.slopes, rule.cores, 2 * rule.ridge, means)
             if terms is not None:
                 rule.applied = True

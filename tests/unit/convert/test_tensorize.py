@@ -501,3 +501,16 @@ def test_materialize_needs_something_to_materialize() -> None:
     tensorize_(model, SMALL)
     with pytest.raises(ConversionError, match="a single TTLinear has no parent"):
         materialize_(model[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_the_report_says_what_becomes_of_a_padding_row(value: float, tied: bool) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(64, 32, padding_idx=2), "head": nn.Linear(32, 64, bias=False)})
+    with torch.no_grad():
+        model["table"].weight[2] = value
+    if tied:
+        model["head"].weight = model["table"].weight
+    notes = {row.name: row.note for row in tensorize_(model, TensorizeConfig(TT(rank=4), TTM(rank=4))).rows}
+    said = f"row 2, of padding, {'becomes' if value else 'stays'} zero{', and so does its logit' if tied else ''}"
+    assert notes["table"] == (said if value or tied else "")

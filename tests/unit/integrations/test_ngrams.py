@@ -17,6 +17,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    CLIPVisionConfig,
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -24,6 +25,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -468,3 +471,26 @@ def test_an_adapter_around_the_embedding_leaves_it_its_history(kind):
         close(tuned(input_ids=ids[:, 8:], **{CACHE: kept}).logits, plain[:, 8:])
         both = tuned(input_ids=ids, position_ids=torch.arange(6).repeat(2, 2), use_cache=False).logits
         close(both[:, 6:], tuned(input_ids=ids[:, 6:]).logits)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_that_looks_tokens_up_itself_is_an_error():
+    kind = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    tuned = get_peft_model(with_ngrams(llama), kind)
+    with pytest.raises(
+        DataError, match=r"LlamaModel: expected ids to be looked up by .*modules_to_save"
+    ):
+        tuned(input_ids=ids_of(2, 9))
+
+
+def test_a_model_of_images_that_looks_ids_up_itself_is_refused():
+    images = CLIPVisionConfig(**SIZES | {"num_hidden_layers": 1}, image_size=8, patch_size=4)
+    config = LlavaConfig(text_config=LlamaConfig(**SIZES, **TOKENS), vision_config=images, image_token_index=5)
+    model = LlavaForConditionalGeneration(config).eval()
+    before = model(input_ids=ids_of(2, 9)).logits
+    with pytest.raises(
+        ConversionError, match=r"got a LlavaFor.*, which gives it .*ngrams_ on the LlamaModel"
+    ):
+        comera.ngrams_(model, order=3, rank=8)
+    assert torch.equal(model(input_ids=ids_of(2, 9)).logits, before)
+    assert comera.ngrams_(model.model.language_model, order=3, rank=8).tables.keys() == {"embed_tokens"}

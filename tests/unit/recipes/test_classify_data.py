@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from comera.errors import ConfigError, DataError
-from comera.recipes.classify.data import ClassifyDataConfig, PreparedExamples, prepare
+from comera.recipes.classify.data import ClassifyDataConfig, PreparedExamples, find_rows, prepare
 from comera.recipes.classify.rows import find_columns
 from comera.recipes.data.prepared import Examples
 
@@ -92,6 +92,16 @@ def test_the_second_time_the_cache_is_opened_and_says_the_same(
     monkeypatch.setattr("comera.recipes.classify.data._write", None)
     assert read(file, tmp_path).folder == first.folder
     assert capsys.readouterr().err == said
+
+
+def test_a_file_that_is_read_otherwise_gives_another_cache(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("".join(f"{label},{text}\n" for text, label in reviews(60)))
+    digests = set()
+    for name in ("rows.csv", "rows.tsv", "other.csv"):
+        file = file.rename(tmp_path / name)
+        digests.add(find_rows(ClassifyDataConfig(path=str(file))).digest)
+    assert len(digests) == 2
 
 
 def test_a_row_that_moves_to_the_held_out_file_gives_another_cache(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from comera.recipes.classify.rows import OPTIONS, Columns, Gathered, Gathering, 
 from comera.recipes.data import prepared
 from comera.recipes.data.cache import Progress, cache_folder, open_or_make, settings_digest
 from comera.recipes.data.documents import HUB_NAME, is_dataset, load_splits
-from comera.recipes.data.tables import ROW_SUFFIXES
+from comera.recipes.data.tables import ROW_SUFFIXES, row_suffix
 from comera.recipes.data.tokenizer import (
     BYTE_VOCABULARY,
     FILE,
@@ -278,12 +278,13 @@ def _splits(path: Path, config: ClassifyDataConfig) -> dict[str, Table]:
 
 
 def _contents(files: dict[str, Path]) -> str:
-    """A digest of the contents of files; of several also of which part each one is."""
-    digests = {}
+    """A digest of the contents of files, of which part each one is and how it is read."""
+    found: list[object] = []
     for part, file in files.items():
         with open(file, "rb") as raw:
-            digests[part] = hashlib.file_digest(raw, partial(hashlib.blake2b, digest_size=16)).hexdigest()
-    return settings_digest([digests]) if len(digests) > 1 else digests["train"]
+            digest = hashlib.file_digest(raw, partial(hashlib.blake2b, digest_size=16))  # type: ignore[arg-type]
+        found.append([part, row_suffix(file), digest.hexdigest()])
+    return settings_digest(found)
 
 
 def _stamps(folder: Path) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from comera.errors import DataError
 from comera.recipes.data.cache import gather
-from comera.recipes.data.tables import ROW_SUFFIXES, parse_rows
+from comera.recipes.data.tables import ROW_SUFFIXES, parse_rows, row_suffix
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 # fmt: off
@@ -141,8 +141,7 @@ def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], reader: Read
     if path.exists() and not is_dataset(path):
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
         # the path in the source of a single file does not tell how it is read; that of others does
-        kind = [each for each in ROW_SUFFIXES if path.is_file() and path.name.removesuffix(".gz").endswith(each)]
-        identity = [reader.identity, sources, *kind]
+        identity = [reader.identity, sources, *filter(None, [path.is_file() and row_suffix(path)])]
         return Corpus(str(path), identity, skipped, lambda rows: _rows(path, sources, reader, rows))
     if not (path.exists() or HUB_NAME.fullmatch(str(path))):
         raise DataError(f"expected a file or folder of text, got {path}, which does not exist: check {option}")

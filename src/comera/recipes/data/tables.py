@@ -169,6 +169,11 @@ def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, l
             yield reader.line_num, fields
 
 
+def row_suffix(file: Path) -> str:
+    """How a file of rows is read, by its name: a member of ROW_SUFFIXES without .gz; "" for what has no rows."""
+    return next((each for each in ROW_SUFFIXES if file.name.removesuffix(".gz").endswith(each)), "")
+
+
 def comma_reader(lines: Iterable[str], *, strict: bool = True) -> Any:
     """A `csv.reader`, of fields of any length. strict: it raises csv.Error for quotes that do not match."""
     csv.field_size_limit(sys.maxsize)  # whole documents, where Python allows 128 KB
