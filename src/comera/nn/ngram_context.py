@@ -25,14 +25,9 @@ NONE = -1  # in place of an id that is padding
 class NGramHistory:
     """A layer of a KV cache of transformers that holds ids (B, 1, P, 1), as `keys`, and their positions, as `values`.
 
-    It has the methods that caches call on their layers. In a cache it is a `DummyLayer` besides, so that no mask is
-    made for it, and says that it compiles: transformers leaves out masks of static caches that do not.
+    It has the methods that caches call on their layers, others from `DummyLayer` (`_kind`): so no mask is made for it,
+    and it counts as one that compiles. transformers leaves out masks of static caches with one that does not.
     """
-
-    is_compileable = True
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -56,10 +51,6 @@ class NGramHistory:
     def get_seq_length(self) -> int:
         """How many ids it holds."""
         return 0 if self.keys is None else self.keys.shape[2]
-
-    def get_max_length(self) -> int:
-        """There is none."""
-        return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many ids there are with those of a call, and how many were dropped before them: none."""
@@ -86,12 +77,6 @@ class NGramHistory:
         """Keep some sequences."""
         self._change(lambda held: held[indices])
 
-    def offload(self) -> None:
-        """Its ids are few: they stay."""
-
-    def prefetch(self) -> None:
-        """They are there."""
-
     def __reduce__(self) -> tuple[Any, ...]:
         return _held, (self.keys, self.values)
 
@@ -103,8 +88,7 @@ class NGramHistory:
 @cache
 def _kind() -> type[NGramHistory]:
     library = sys.modules["transformers.cache_utils"]  # whose cache it is in
-    dummy = getattr(library, "DummyLayer", object)  # which earlier releases do not know
-    return type("NGramHistory", (NGramHistory, dummy), {})
+    return type("NGramHistory", (NGramHistory, library.DummyLayer), {})
 
 
 def _held(keys: Tensor | None, values: Tensor | None) -> NGramHistory:

@@ -477,9 +477,7 @@ def test_an_adapter_around_the_embedding_leaves_it_its_history(kind):
 def test_an_adapter_that_looks_tokens_up_itself_is_an_error():
     kind = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2])
     tuned = get_peft_model(with_ngrams(llama), kind)
-    with pytest.raises(
-        DataError, match=r"LlamaModel: expected ids to be looked up by .*modules_to_save"
-    ):
+    with pytest.raises(DataError, match=r"LlamaModel: expected ids to be looked up by .*modules_to_save"):
         tuned(input_ids=ids_of(2, 9))
 
 
@@ -488,9 +486,7 @@ def test_a_model_of_images_that_looks_ids_up_itself_is_refused():
     config = LlavaConfig(text_config=LlamaConfig(**SIZES, **TOKENS), vision_config=images, image_token_index=5)
     model = LlavaForConditionalGeneration(config).eval()
     before = model(input_ids=ids_of(2, 9)).logits
-    with pytest.raises(
-        ConversionError, match=r"got a LlavaFor.*, which gives it .*ngrams_ on the LlamaModel"
-    ):
+    with pytest.raises(ConversionError, match=r"got a LlavaFor.*, which gives it .*ngrams_ on the LlamaModel"):
         comera.ngrams_(model, order=3, rank=8)
     assert torch.equal(model(input_ids=ids_of(2, 9)).logits, before)
     assert comera.ngrams_(model.model.language_model, order=3, rank=8).tables.keys() == {"embed_tokens"}
