@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert.config import BTT, TT, TTM, TensorizeConfig
@@ -18,6 +18,7 @@ from comera.convert.converter import Converter
 from comera.convert.packed import dense_names, packed_converter, packed_leaves
 from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError, SpecError
+from comera.nn.embedding import TTMEmbedding
 from comera.nn.ngram import plain_type
 from comera.nn.packed import HELD, CompressedParameter
 from comera.nn.tensor_train import CompressedLayer
@@ -201,7 +202,6 @@ def find_groups(
             group = _group(members, smallest)
             if group.spec.ratio > config.min_ratio:
                 groups.append(group)
-                _note_padding(members, weight)
                 continue
             for site in members:
                 stored = group.spec.numel + group.spec.rank_numel
@@ -209,17 +209,28 @@ def find_groups(
     return groups
 
 
-def _note_padding(members: list[Site], weight: nn.Parameter) -> None:
-    """Note where a table's padding row, which is zero in a compressed one, was not, or is an output of a head, too."""
-    tables = [site for site in members if site.converter.table and site.layer.padding_idx is not None]
-    for site in tables:
-        row: Any = site.layer.padding_idx
-        lost = not weight.is_meta and bool(weight[row].any())
-        head = len(members) > sum(each.converter.table is not None for each in members)
-        if lost or head:
-            what = f"row {row}, of padding, {'becomes' if lost else 'stays'} zero"
-            what += ", and so does its logit" if head else ""
+def keeps_padding(sites: Iterable[Site], weight: Tensor) -> bool:
+    """Whether the row of padding of a table with this weight stays one like the others.
+
+    It does where it holds values or is an output of a head, too; a row of zeros that only lookups read stays zero. No
+    bag reads its own.
+    """
+    tables = [site.layer for site in sites if site.converter.table is TTMEmbedding]
+    row = next((layer.padding_idx for layer in tables if layer.padding_idx is not None), None)
+    return row is not None and (_has_head(sites) or (not weight.is_meta and bool(weight[row].any())))  # type: ignore[index]
+
+
+def note_padding(sites: Iterable[Site], kept: bool) -> None:
+    """Note what becomes of the row of padding of a table. kept: see `keeps_padding`."""
+    for site in sites:
+        if site.converter.table and site.layer.padding_idx is not None and (kept or _has_head(sites)):
+            row = site.layer.padding_idx
+            what = f"row {row}, of padding, is one like the others" if kept else f"row {row}, of padding, has logit 0"
             site.note = "; ".join(filter(None, [site.note, what]))
+
+
+def _has_head(sites: Iterable[Site]) -> bool:
+    return any(site.converter.table is None for site in sites)
 
 
 def _follow_tables(sites: list[Site]) -> None:

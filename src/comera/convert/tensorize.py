@@ -21,7 +21,16 @@ from comera.convert.ratio import check_size, fit_groups
 from comera.convert.registry import converters
 from comera.convert.report import TensorizeReport
 from comera.convert.rows import rows_of
-from comera.convert.select import Group, Site, all_names, find_groups, find_sites, why_nothing
+from comera.convert.select import (
+    Group,
+    Site,
+    all_names,
+    find_groups,
+    find_sites,
+    keeps_padding,
+    note_padding,
+    why_nothing,
+)
 from comera.convert.swap import compress_layers_, materialize_layers_
 from comera.errors import ConversionError, SpecError, check_module
 from comera.nn.adapted import refuse_adapters
@@ -168,7 +177,9 @@ class Plan:
         """A tensor train with random cores, of a standard deviation of the weight."""
         weight = group.leader.dense
         about: dict[str, Any] = {"dtype": weight.dtype, "device": device or weight.device, "generator": generator}
-        return TensorTrain(group.spec, init_std=std, threshold=self.config.threshold, **about)
+        tt = TensorTrain(group.spec, init_std=std, threshold=self.config.threshold, **about)
+        tt.padding_row = keeps_padding(group.sites, weight)
+        return tt
 
     def decompose(self, group: Group, weight: Tensor) -> tuple[TensorTrain, float]:
         """The tensor train nearest to a dense weight, and its relative error."""
@@ -194,12 +205,15 @@ class Plan:
         about: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         threshold = self.config.threshold
         tt = TensorTrain.from_tensors(result.spec, result.cores, init_std=std, threshold=threshold, **about)
+        tt.padding_row = keeps_padding(group.sites, weight)
         return tt, result.error
 
     def apply_(self, made: Sequence[tuple[TensorTrain, float | None]]) -> TensorizeReport:
         """Put a tensor train for each group into the model. made: with the errors of their decompositions."""
         trains = {site.place: tt for group, (tt, _) in zip(self.groups, made, strict=True) for site in group.sites}
         errors = {tt: error for tt, error in made if error is not None}
+        for group, (tt, _) in zip(self.groups, made, strict=True):
+            note_padding(group.sites, tt.padding_row)
         compress_layers_(self.model, trains)
         _count_once(self.model, {trains[site.place]: site.dense for site in self.sites if site.place in trains})
         rows = rows_of(self.model, self.names, self.sites, errors, self.config)

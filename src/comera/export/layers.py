@@ -225,7 +225,7 @@ class _Table(nn.Module):
 
     def __init__(self, layer: Any, cores: _Cores) -> None:
         super().__init__()
-        self.tt, self.padding_idx = cores, layer.padding_idx
+        self.tt, self.padding_idx = cores, layer.zero_row
         self.spec: TTMSpec = layer.tt.spec
 
     def rows(self, ids_U: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def _merged(layer: nn.Module, x_BI: Tensor, cache: MergeCache) -> MergedTable | 
         return WholeTable(layer.weight, layer.bias)
     if isinstance(layer, TTMProjection):
         (cores, _), gates = layer.tt.tensors, layer.tt.gates()
-        return merge_table(x_BI, layer.spec, cores, layer.bias, gates=gates, padding_idx=layer.padding_idx)
+        return merge_table(x_BI, layer.spec, cores, layer.bias, gates=gates, padding_idx=layer.zero_row)
     found = cache.factors([layer], x_BI) if isinstance(layer, TTLinear) else None
     return None if found is None else found[0]
 
@@ -165,7 +165,7 @@ def _head(layer: nn.Module, weight: WholeTable | TwoSides | None) -> tuple[Head,
         return F.linear, [each for each in weight if each is not None]
     if isinstance(layer, TTMProjection):
         assert isinstance(weight, TwoSides)
-        (cores, _), padding = layer.tt.tensors, layer.padding_idx
+        (cores, _), padding = layer.tt.tensors, layer.zero_row
 
         def table_head(x_CI: Tensor, *tensors: Tensor) -> Tensor:
             return ttm_linear(x_CI, layer.spec, cores, padding_idx=padding, table=TwoSides(*tensors))

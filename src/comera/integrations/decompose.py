@@ -240,14 +240,16 @@ class _Decomposer(HfQuantizer):  # type: ignore[misc]
                     f"{group.leader}: expected a weight {tuple(expected.shape)}, got {tuple(weight.shape)}"
                 )
             tt, error = self.plan.decompose(group, weight.to(expected.dtype))
-            about = {"spec": tt.spec.to_dict(), "init_std": tt.init_std, "error": error}
+            about = {"spec": tt.spec.to_dict(), "init_std": tt.init_std, "error": error, "padding_row": tt.padding_row}
             stored = {str(n): core.detach().contiguous() for n, core in enumerate(tt.cores)}
             replace_file(file, lambda beside: save_file(stored, beside, {"layer": json.dumps(about)}))
         with safe_open(file, framework="pt") as opened:
             about = json.loads(opened.metadata()["layer"])
             cores = [opened.get_tensor(name) for name in sorted(opened.keys(), key=int)]
         settings = {"init_std": about["init_std"], "threshold": self.plan.config.threshold}
-        self.made[k] = TensorTrain.from_tensors(spec_from_dict(about["spec"]), cores, **settings), about["error"]
+        tt = TensorTrain.from_tensors(spec_from_dict(about["spec"]), cores, **settings)
+        tt.padding_row = about.get("padding_row", False)  # absent from files of earlier versions
+        self.made[k] = tt, about["error"]
         request.progress(len(self.made), len(self.plan.groups))
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:

@@ -204,7 +204,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 at = ngram_place(modules, name.rpartition(".")[0])
                 assert at is not None  # `_names_in` found it
                 table = empty_table(saved.spec, saved.init_std, saved.threshold, next(at.parameters()), "meta")
-                table.tt.late_from = saved.late_from
+                saved.mark_(table.tt)
                 tables[name.removesuffix(".ngrams.tt")] = table
                 continue
             first = next(name for name in saved.names if f"{name}.cores.0" in own)
@@ -220,7 +220,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             _keep_tied(model, {layer for layer, _ in places}, paths)
             dtype = places[0][0].get_parameter(places[0][1]).dtype
             tt = TensorTrain(spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
-            tt.late_from, tt.counts_elsewhere = saved.late_from, saved.counts_elsewhere
+            saved.mark_(tt)
             tt._buffers.pop("block_ranks", None)  # read already, and no parameter, as ties of theirs have to be
             trains |= dict.fromkeys(places, tt)
             for name in paths[1:]:

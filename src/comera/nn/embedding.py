@@ -23,7 +23,8 @@ class _TTMLayer(CompressedLayer):
     """A layer around a tensor-train matrix of shape (num_embeddings, embedding_dim).
 
     tt: the tensor train, or a TTMSpec from which one is made with unit std, as `nn.Embedding` and `nn.EmbeddingBag`
-    have. padding_idx: the row that is exactly zero and gets no gradient; a negative one counts from the end.
+    have. padding_idx: the row that is exactly zero and gets no gradient, unless `tt.padding_row`; a negative one counts
+    from the end.
     Raises SpecError for a tensor train of another format or a padding_idx outside the table.
     """
 
@@ -54,12 +55,17 @@ class _TTMLayer(CompressedLayer):
         return self.tt.spec
 
     @property
+    def zero_row(self) -> int | None:
+        """The row of padding, if it is exactly zero."""
+        return None if self.tt.padding_row else self.padding_idx
+
+    @property
     def _dense_shape(self) -> tuple[int, int]:
         return self.spec.shape
 
     def _dense(self, tensors: Sequence[Tensor]) -> Tensor:
         table_VD = self.tt.dense(tensors).contiguous()
-        return table_VD if self.padding_idx is None else zero_row(table_VD, self.padding_idx)
+        return table_VD if self.zero_row is None else zero_row(table_VD, self.zero_row)
 
     def _padding_repr(self) -> str:
         return f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
@@ -86,7 +92,7 @@ class TTMTable(_TTMLayer):
     def lookup_table(self, name: str) -> LookupTable:
         """The table as `ttm_lookups` takes it. name: how an error calls it."""
         cores, gates = self.tt.tensors
-        return LookupTable(self.spec, cores, gates, self.padding_idx, self.tt.threshold, name)
+        return LookupTable(self.spec, cores, gates, self.zero_row, self.tt.threshold, name)
 
     def scaled(self, rows: Tensor) -> Tensor:
         """The layer's output, for rows of its tensor train."""
@@ -124,7 +130,7 @@ class TTMEmbedding(TTMTable):
         if (output := of_another_kind(self, input)) is not None:
             return output  # type: ignore[no-any-return]
         cores, gates = list(self.tt.cores), self.tt.gates()
-        return self.scaled(ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.padding_idx))
+        return self.scaled(ttm_lookup(input, self.spec, cores, gates=gates, padding_idx=self.zero_row))
 
     def scaled(self, rows: Tensor) -> Tensor:
         scale = self.embed_scale
@@ -157,10 +163,13 @@ class TTMEmbeddingBag(TTMTable):
     """
 
     dense_type: type[nn.Module] = nn.EmbeddingBag
+    sparse = False  # of the dense bag that it replaces, which it becomes again
 
     @classmethod
     def like(cls, dense: Any, tt: TensorTrain) -> TTMEmbeddingBag:
-        return cls(tt, dense.mode, dense.padding_idx, dense.include_last_offset)
+        bag = cls(tt, dense.mode, dense.padding_idx, dense.include_last_offset)
+        bag.sparse = dense.sparse
+        return bag
 
     def __init__(
         self,
@@ -250,7 +259,7 @@ class TTMProjection(_TTMLayer):
         if (output := of_another_kind(self, input)) is not None:
             return output  # type: ignore[no-any-return]
         (cores, _), gates = self.tt.tensors, self.tt.gates()
-        return ttm_linear(input, self.spec, cores, self.bias, gates=gates, padding_idx=self.padding_idx)
+        return ttm_linear(input, self.spec, cores, self.bias, gates=gates, padding_idx=self.zero_row)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

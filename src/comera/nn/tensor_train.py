@@ -39,6 +39,7 @@ class TensorTrain(nn.Module):
     in half precision are in float32: near 1, bfloat16 does not resolve their steps.
     late_from: parameters that it stored when a late stage first began, which a fraction as target counts from.
     counts_elsewhere: whether its weight was tied and counts in the dense model at another layer.
+    padding_row: whether a table's row of padding is one like the others, instead of zero.
 
     Example:
         >>> import torch
@@ -56,6 +57,7 @@ class TensorTrain(nn.Module):
 
     late_from: int | None = None
     counts_elsewhere = False
+    padding_row = False
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ the manifest's own stands beside it in the header. Files without them, of before
     {"format": 1, "comera": version, "metadata": {...}, "checksum": "…",
      "trains": [{"names": {"encoder.0.tt": "TTLinear"}, "spec": {...}, "init_std": 0.02, "threshold": 0.01,
                  "late_from": 9812,          parameters when a late stage first began; absent before
-                 "counts_elsewhere": true}], a tie that was cut; absent otherwise
+                 "counts_elsewhere": true,   a tie that was cut; absent otherwise
+                 "padding_row": true}],      a row of padding that is not zero; absent otherwise
      "tied": {"head.tt.cores.0": "embed.tt.cores.0"},      a tied tensor is stored once, under its first name
      "transient": ["embed.positions"]}      buffers with persistent=False, read only for models on the meta device
 """
@@ -35,6 +36,7 @@ from comera.tt.spec import Spec, spec_from_dict
 MANIFEST = "comera.json"
 """Name of the copy of the manifest for people; loading does not read it."""
 FORMAT = 1
+_MARKS = ("counts_elsewhere", "padding_row")  # of a tensor train; in its entry only where true
 _SUM = "comera_xxh3_128"  # in the header: the manifest's checksum
 
 
@@ -48,6 +50,7 @@ class SavedTrain:
     threshold: float
     late_from: int | None = None
     counts_elsewhere: bool = False
+    padding_row: bool = False
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> SavedTrain:
@@ -55,7 +58,8 @@ class SavedTrain:
         spec = spec_from_dict(entry["spec"])
         late_from = None if entry.get("late_from") is None else int(entry["late_from"])
         constants = float(entry["init_std"]), float(entry["threshold"])
-        train = cls(dict(entry["names"]), spec, *constants, late_from, entry.get("counts_elsewhere") is True)
+        marks = (entry.get(mark) is True for mark in _MARKS)
+        train = cls(dict(entry["names"]), spec, *constants, late_from, *marks)
         named = bool(train.names) and all(isinstance(text, str) for item in train.names.items() for text in item)
         if not named or not all(0 <= value < inf for value in (train.init_std, train.threshold, late_from or 0)):
             raise SpecError(f"expected names of layers and constants >= 0 for a tensor train, got {train}")
@@ -65,9 +69,15 @@ class SavedTrain:
     def entry(train: TensorTrain, names: Mapping[str, str]) -> dict[str, Any]:
         """The entry of a tensor train, which `of` reads."""
         late: dict[str, Any] = {} if train.late_from is None else {"late_from": train.late_from}
-        cut = {"counts_elsewhere": True} if train.counts_elsewhere else {}
+        marks = {mark: True for mark in _MARKS if getattr(train, mark)}
         constants = {"init_std": train.init_std, "threshold": train.threshold}
-        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late, **cut}
+        return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late, **marks}
+
+    def mark_(self, train: TensorTrain) -> None:
+        """Give a tensor train made of this entry what is neither a tensor nor an argument."""
+        train.late_from = self.late_from
+        for mark in _MARKS:
+            setattr(train, mark, getattr(self, mark))
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores, then gates."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 import comera
 from comera.convert import BTT, TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError, SpecError
+from comera.export import serving_copy
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.tensor_train import named_trains
+from comera.pretrained import load_pretrained, save_pretrained
 
 from ...helpers.small_net import IDS, SMALL, Net, kinds
 
@@ -503,14 +506,58 @@ def test_materialize_needs_something_to_materialize() -> None:
         materialize_(model[0])
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("value", [0.0, 1.0])
-def test_the_report_says_what_becomes_of_a_padding_row(value: float, tied: bool) -> None:
+def test_a_padding_row_that_is_read_is_one_like_the_others(value: float, tied: bool, device: str) -> None:
     model = nn.ModuleDict({"table": nn.Embedding(64, 32, padding_idx=2), "head": nn.Linear(32, 64, bias=False)})
     with torch.no_grad():
         model["table"].weight[2] = value
+    model.to(device)
     if tied:
         model["head"].weight = model["table"].weight
+    kept = tied or (value > 0 and device == "cpu")
     notes = {row.name: row.note for row in tensorize_(model, TensorizeConfig(TT(rank=4), TTM(rank=4))).rows}
-    said = f"row 2, of padding, {'becomes' if value else 'stays'} zero{', and so does its logit' if tied else ''}"
-    assert notes["table"] == (said if value or tied else "")
+    assert notes["table"] == ("row 2, of padding, is one like the others" if kept else "")
+    assert model["table"].tt.padding_row is kept
+    if device == "cpu":
+        assert bool(model["table"](torch.tensor([2])).any()) is kept
+
+
+@pytest.mark.parametrize("fill", [0.0, 3.0])
+def test_a_tied_padding_row_is_decomposed_trained_saved_and_materialized(fill: float, tmp_path: Path) -> None:
+    def build() -> nn.ModuleDict:
+        layers = {"table": nn.Embedding(24, 16, padding_idx=2), "head": nn.Linear(16, 24, bias=False)}
+        layers["head"].weight = layers["table"].weight
+        return nn.ModuleDict(layers).to(torch.float64)
+
+    model = build()
+    with torch.no_grad():
+        model["table"].weight[2] = fill
+    ids, x = torch.tensor([[2, 5], [0, 2]]), torch.randn(3, 16, dtype=torch.float64)
+    want = model["table"](ids), model["head"](x)
+    tensorize_(model, TensorizeConfig(embedding=TTM(order=2, rank=16), min_ratio=0.0, init="decompose"))
+    torch.testing.assert_close((model["table"](ids), model["head"](x)), want)
+    before = model["head"].weight[2].clone()
+    model["head"](x)[:, 2].sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad if p.grad is not None else 0
+    assert not torch.equal(model["head"].weight[2], before)
+    want = model["table"](ids), model["head"](x)
+    save_pretrained(model, tmp_path)
+    served: Any = serving_copy(model)
+    torch.testing.assert_close((served["table"](ids), served["head"](x)), want)
+    loaded = load_pretrained(build(), tmp_path)
+    assert torch.equal(loaded["table"](ids), want[0])
+    materialize_(loaded)
+    assert loaded["table"].padding_idx == 2
+    torch.testing.assert_close((loaded["table"](ids), loaded["head"](x)), want)
+
+
+def test_the_padding_row_of_a_bag_tied_to_a_head_stays_zero() -> None:
+    model = nn.ModuleDict({"table": nn.EmbeddingBag(64, 32, padding_idx=2), "head": nn.Linear(32, 64, bias=False)})
+    model["head"].weight = model["table"].weight
+    notes = {row.name: row.note for row in tensorize_(model, TensorizeConfig(TT(rank=4), TTM(rank=4))).rows}
+    assert notes["table"] == "row 2, of padding, has logit 0"
+    assert not model["head"](torch.randn(3, 32))[:, 2].any()
