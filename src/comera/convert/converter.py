@@ -81,7 +81,7 @@ def _refuse_table(layer: nn.Embedding | nn.EmbeddingBag) -> str | None:
 
 
 def _dense_bag(layer: Any) -> nn.EmbeddingBag:
-    options = {name: getattr(layer, name) for name in ("mode", "padding_idx", "include_last_offset")}
+    options = {name: getattr(layer, name) for name in ("mode", "padding_idx", "include_last_offset", "sparse")}
     return nn.EmbeddingBag(layer.num_embeddings, layer.embedding_dim, **options)
 
 

@@ -198,7 +198,7 @@ class Call:
 def _reach(ids_BL: Tensor, positions_BL: Tensor, own: int, seen: "_Seen | None") -> Tensor:
     """How many ids before each of the last `own` positions are of its document and no padding, (B, T)."""
     # an id, and whether the one after it is of its document
-    linked_BL = (ids_BL[:, :-1] >= 0) & (positions_BL[:, 1:] > positions_BL[:, :-1])
+    linked_BL = (ids_BL[:, :-1] >= 0) & (positions_BL[:, 1:] == positions_BL[:, :-1] + 1)
     earlier = ids_BL.shape[1] - own
     linked_BTN = torch.stack([linked_BL[:, earlier - n : earlier - n + own] for n in range(1, earlier + 1)], 2)
     if seen is not None:
@@ -251,7 +251,13 @@ def _positions(given: Tensor | None, ids_BT: Tensor, known: int) -> Tensor:
 def _chosen(mask: Any) -> Tensor | None:
     """One mask of those of several kinds of attention: that which sees most."""
     if isinstance(mask, Mapping):
-        mask = mask.get("full_attention", next(iter(mask.values()), None))
+        wide = {kind: one for kind, one in mask.items() if kind != "chunked_attention"}
+        if mask and not wide:
+            raise DataError(
+                "expected masks of full or sliding attention, got those of chunked attention alone, which do not tell "
+                "what n-grams reach across chunks: generate without a static cache"
+            )
+        mask = wide.get("full_attention", next(iter(wide.values()), None))
     if mask is None or (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
         return mask
     what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__

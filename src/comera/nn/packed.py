@@ -282,6 +282,7 @@ def hold_(module: nn.Module, leaf: str, tt: TensorTrain, layout: Layout) -> None
     held.dense_type = plain_type(module)
     if not isinstance(module, Holder):
         module.add_module(HELD, nn.ModuleDict())
+        module._modules[HELD].dense_order = tuple(module._parameters)  # type: ignore[union-attr, assignment]
     parts: Any = module._modules[HELD]
     parts[leaf] = held.train(module.training)
     del module._parameters[leaf]
@@ -300,6 +301,8 @@ def give_back_(module: Holder) -> int:
     del module._modules[HELD]
     for leaf, value in dense.items():
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=trained[leaf]))
+    own = module._parameters  # in the order that they had: optimizers count them
+    own |= {leaf: own.pop(leaf) for leaf in parts.dense_order if leaf in own}
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
     return len(dense)

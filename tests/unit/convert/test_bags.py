@@ -54,7 +54,7 @@ def test_settings_are_kept_both_ways() -> None:
     assert type(model.mean) is type(model.sum) is nn.EmbeddingBag
     settings = [(layer.mode, layer.padding_idx, layer.include_last_offset) for layer in (model.mean, model.sum)]
     assert settings == [("mean", 3, True), ("sum", 3, False)]
-    assert not model.sum.sparse
+    assert (model.mean.sparse, model.sum.sparse) == (False, True)
     assert not model.sum.training
     assert model.mean.weight[3].abs().max() == 0
 

@@ -1,6 +1,7 @@
 """Packed weights of nn.MultiheadAttention and XLNet: conversion and back, the fast path, files and exports."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_exports_hold_cores(tmp_path: Path) -> None:
     assert sum(p.numel() for p in served.parameters()) <= sum(p.numel() for p in model.parameters())
     program = torch.export.export(served, (x,))
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.LSTM(32, 48, 2), lambda: nn.MultiheadAttention(32, 4)])
+def test_parameters_come_back_in_their_order(build: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(build())
+    names = [name for name, _ in model.named_parameters()]
+    tensorize_(model, TensorizeConfig(TT(order=4, rank=4)))
+    materialize_(model)
+    assert [name for name, _ in model.named_parameters()] == names
 
 
 def xlnet() -> XLNetLMHeadModel:

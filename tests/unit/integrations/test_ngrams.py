@@ -23,6 +23,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -150,11 +152,12 @@ def test_padding_of_an_encoder():
     close(found[0, :5], alone(model, short)[0])
 
 
-def test_no_ngram_crosses_documents_that_are_packed():
+@pytest.mark.parametrize("starts", [(0, 0, 0), (0, 7, 20)], ids=["start anew", "jump"])
+def test_no_ngram_crosses_documents_that_are_packed(starts):
     model = with_ngrams(llama)
     first, second, third = ids_of(5), ids_of(1, seed=2), ids_of(6, seed=3)
     packed = torch.cat([first, second, third])[None]
-    positions = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None]
+    positions = torch.cat([start + torch.arange(n) for start, n in zip(starts, (5, 1, 6), strict=True)])[None]
     with torch.no_grad():  # without a cache, transformers lets no attention cross them either
         found = model(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
     for part, exact in zip(found.split([5, 1, 6]), alone(model, first, second, third), strict=True):
@@ -443,6 +446,21 @@ def test_the_static_cache_of_another_model_is_refused():
     llama()(input_ids=ids[:, :5], **{CACHE: kept})
     with pytest.raises(DataError, match="got one with 5 positions and without their ids"):
         model(input_ids=ids[:, 5:], **{CACHE: kept})
+
+
+def test_a_static_cache_of_chunked_layers_alone_is_refused():
+    sizes = {**SIZES, "intermediate_size_mlp": 48, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 2}
+    kinds = {"layer_types": ["chunked_attention"] * 2, "attention_chunk_size": 8}
+    torch.manual_seed(0)
+    model, ids = Llama4ForCausalLM(Llama4TextConfig(**sizes, **TOKENS, **kinds)).eval(), ids_of(2, 6)
+    comera.ngrams_(model, order=3, rank=8)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with pytest.raises(DataError, match=r"chunked attention alone, .*generate without a static cache"):
+        model.generate(ids, cache_implementation="static", **options)
+    found = model.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+    with torch.no_grad():
+        exact = model(input_ids=found.sequences, use_cache=False).logits[:, 5:-1]
+    close(torch.stack(found.logits, 1), exact)  # across a boundary of chunks
 
 
 def test_a_model_of_sliding_layers_alone_goes_on_from_its_cache():
