@@ -83,6 +83,23 @@ class _Linear(_Beside, lora.Linear):
     def fan_in_fan_out(self, value: bool) -> None:
         """PEFT sets it, for dense layers of the type that it was given."""
 
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's output and that of its adapters."""
+        self._tell_magnitudes()
+        output: Tensor = super().forward(x, *args, **kwargs)
+        return output
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """As that of `_Beside`."""
+        self._tell_magnitudes()
+        super().merge(safe_merge, adapter_names)
+
+    def _tell_magnitudes(self) -> None:
+        """DoRA's norms of the weight hold `fan_in_fan_out` of when they were made."""
+        layer: Any = self
+        for magnitude in layer.lora_magnitude_vector.values():
+            magnitude.fan_in_fan_out = self.fan_in_fan_out
+
 
 class _Embedding(_Beside, lora.Embedding):
     def _embed(self, input: Tensor, weight: Tensor, input_fn: Any = None, output_fn: Any = None) -> Tensor:

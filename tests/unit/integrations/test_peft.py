@@ -117,12 +117,13 @@ def test_prompts_before_a_compressed_table(start: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-def test_an_adapter_of_a_transposed_weight_is_merged_transposed() -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_of_a_transposed_weight_is_merged_transposed(dora: bool) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 60, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
     base = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
     tensorize_(base, TensorizeConfig(TT(order=2, rank=4), None))
-    lora = LoraConfig(r=4, target_modules=["attn.c_proj"], init_lora_weights=False)
+    lora = LoraConfig(r=4, target_modules=["attn.c_proj"], init_lora_weights=False, use_dora=dora)
     model = get_peft_model(base, with_compressed(lora)).eval()
     out = model(IDS).logits
     materialize_(model)

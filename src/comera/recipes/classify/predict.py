@@ -133,7 +133,7 @@ def predict_file(trained: Trained, file: Path, out: Path, *, overwrite: bool = F
     """
     if out.exists() and not out.is_file():
         raise ConfigError(f"expected a regular file or a new one, got {out}, a folder, pipe or device: give another")
-    if out.exists() and (not overwrite or out.samefile(file)):
+    if out.exists() and (not overwrite or (file.exists() and out.samefile(file))):
         raise ConfigError(f"expected a new file, got {out}, which exists: give another, or set overwrite for an output")
     done: list[Predictions] = []
 
