@@ -18,7 +18,9 @@ from figures import GREY, ORANGE, PURPLE, TEAL, png, styled
 from frontier import TUNING, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
 
 PAGE = Path(__file__).parents[1] / "docs" / "frontier.md"
 FIGURE = PAGE.with_suffix(".png")
@@ -319,6 +321,9 @@ def _draw(rows: list[Row]) -> None:
             axes.set_visible(False)
         figure.supxlabel("parameters", fontsize=9)
         figure.supylabel("held-out nats per byte", fontsize=9)
+        figure.draw_without_rendering()
+        for axes in panels:
+            _hide_overlaps(axes)
         FIGURE.write_bytes(png(figure))
 
 
@@ -341,6 +346,16 @@ def _panel(axes: Axes, rows: list[Row]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(min(sizes.values()) / 5, max(sizes.values()) * 3)  # room for labels
     axes.margins(y=0.15)
+
+
+def _hide_overlaps(axes: Axes) -> None:
+    """Leave out labels that would cover one of a case with a lower loss; the tables have them all."""
+    shown: list[Bbox] = []
+    labels = [text for text in axes.texts if isinstance(text, Annotation)]
+    for label in sorted(labels, key=lambda each: float(each.xy[1])):
+        box = label.get_window_extent()
+        label.set_visible(not any(box.overlaps(other) for other in shown))
+        shown += [box] if label.get_visible() else []
 
 
 def _setting(row: Row) -> Setting:
