@@ -84,8 +84,10 @@ def dense_model(family: Family, model: nn.Module) -> nn.Module:
                     weight = weight.t()
                 value.copy_(weight.reshape(value.shape))
                 padding = getattr(layer, "padding_idx", None)
-                if padding is not None:
+                if padding is not None and not layer.tt.padding_row:
                     value[padding] = 0
+                elif padding is not None:
+                    dense.get_submodule(path).padding_idx = None  # type: ignore[assignment]
             else:
                 value.copy_(state[name])
     return dense

@@ -204,7 +204,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
                 at = ngram_place(modules, name.rpartition(".")[0])
                 assert at is not None  # `_names_in` found it
                 table = empty_table(saved.spec, saved.init_std, saved.threshold, next(at.parameters()), "meta")
-                saved.mark_(table.tt)
+                vars(table.tt).update(saved.marks)
                 tables[name.removesuffix(".ngrams.tt")] = table
                 continue
             first = next(name for name in saved.names if f"{name}.cores.0" in own)
@@ -220,7 +220,7 @@ class ComeraQuantizer(HfQuantizer):  # type: ignore[misc]
             _keep_tied(model, {layer for layer, _ in places}, paths)
             dtype = places[0][0].get_parameter(places[0][1]).dtype
             tt = TensorTrain(spec, init_std=saved.init_std, threshold=saved.threshold, dtype=dtype, device="meta")
-            saved.mark_(tt)
+            vars(tt).update(saved.marks)
             tt._buffers.pop("block_ranks", None)  # read already, and no parameter, as ties of theirs have to be
             trains |= dict.fromkeys(places, tt)
             for name in paths[1:]:

@@ -73,11 +73,10 @@ class SavedTrain:
         constants = {"init_std": train.init_std, "threshold": train.threshold}
         return {"names": dict(names), "spec": train.spec.to_dict(), **constants, **late, **marks}
 
-    def mark_(self, train: TensorTrain) -> None:
-        """Give a tensor train made of this entry what is neither a tensor nor an argument."""
-        train.late_from = self.late_from
-        for mark in _MARKS:
-            setattr(train, mark, getattr(self, mark))
+    @property
+    def marks(self) -> dict[str, Any]:
+        """Attributes of the tensor train that are neither tensors nor arguments."""
+        return {name: getattr(self, name) for name in ("late_from", *_MARKS)}
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Names and shapes of its tensors in the file, for the train registered as `name`: cores, then gates."""

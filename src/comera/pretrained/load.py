@@ -300,7 +300,7 @@ class _Plan:
             if held is not None:
                 held.set_(saved.spec, cores, gates)  # the same Parameters, so that optimizers keep theirs
                 held.init_std, held.threshold = saved.init_std, saved.threshold
-                saved.mark_(held)
+                vars(held).update(saved.marks)
                 continue
             old = next((tt.cores[0] for tt in placement.held), None)
             old = placement.dense[0][0].get_parameter(placement.dense[0][1]) if old is None else old
@@ -308,7 +308,7 @@ class _Plan:
             device = "cpu" if old.is_meta else old.device
             tt = TensorTrain.from_tensors(saved.spec, cores, gates, **constants, dtype=old.dtype, device=device)
             tt.requires_grad_(old.requires_grad)
-            saved.mark_(tt)
+            vars(tt).update(saved.marks)
             new |= dict.fromkeys(placement.dense, tt)
             for module, attribute in placement.holders:
                 setattr(module, attribute, tt)
