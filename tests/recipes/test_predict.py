@@ -118,6 +118,7 @@ def test_a_table_is_written_at_once(run: Path, tmp_path: Path, capfd: pytest.Cap
     before = out.read_text()
     (tmp_path / "empty.csv").write_text("sentence\n,\n")
     assert "can be read" in refused(capfd, run, tmp_path / "empty.csv", "--out", out, "--overwrite")
+    assert "which is no file" in refused(capfd, run, tmp_path / "missing.csv", "--out", out, "--overwrite")
     assert [each.name for each in out.parent.iterdir()] == [out.name]  # nothing is left of it
     assert out.read_text() == before
     predicted(capfd, run, file, "--out", out, "--overwrite", "--to", "jsonl")
