@@ -6,9 +6,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from comera.convert.config import TT, TensorizeConfig
+from comera.convert.config import TensorizeConfig
 from comera.convert.report import TensorizeReport
-from comera.convert.tensorize import tensorize_
+from comera.convert.tensorize import Plan, tensorize_
 from comera.errors import ConfigError
 from comera.fusion.fuse import fuse_
 from comera.optim.adamw import AdamW
@@ -16,6 +16,8 @@ from comera.optim.param_groups import param_groups
 from comera.rank.controller import RankController
 from comera.rank.objective import LateStage
 from comera.rank.optimizer_state import unwrap
+from comera.rank.target import check_target
+from comera.rank.trains import adaptable_trains
 
 
 @dataclass
@@ -104,9 +106,9 @@ def compress(
         The parts, wired together.
 
     Raises:
-        RankError: a target out of reach of the compressed model, which stays compressed.
-        ConfigError: steps or a rate out of range, nothing to train, or a target for layers with an activation, whose
-            ranks cannot be cut to one. The model is unchanged then, as after what `tensorize_` raises.
+        ConfigError: steps or a rate out of range, or nothing to train.
+        RankError: a target out of reach of the compressed model, or for layers with an activation, whose ranks cannot
+            be cut to one. The model is unchanged then, as after what `tensorize_` raises.
 
     Example:
         >>> import torch, comera
@@ -123,12 +125,9 @@ def compress(
     late = LateStage()
     if target_size is not None:
         late = LateStage(target_size=target_size, start_step=steps // 4, steps=steps // 2)
-        formats = config.formats if config else {}
-        if found := [name for name, each in formats.items() if isinstance(each, TT) and each.activation]:
-            raise ConfigError(
-                f"target_size: expected layers without an activation between their factors, got one in {found[0]!r}: "
-                "no singular value says what its ranks are worth"
-            )
+        plan = Plan.of(model, config, ratio, None)
+        trains = [plan.draw(group, 1.0, "meta", None) for group in plan.groups]
+        check_target([*trains, *adaptable_trains(model).values()], target_size)
     report = tensorize_(model, config, ratio=ratio)
     if fuse:
         fuse_(model)

@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 
 import comera
 from comera import TT, LateStage, RankController, TensorizeConfig
-from comera.errors import ConfigError
+from comera.errors import ComeraError, ConfigError
 
 
 def net() -> nn.Sequential:
@@ -45,13 +45,15 @@ def test_a_loop_of_one_line_learns_and_meets_the_target_without_a_warning() -> N
         ({"target_size": "5 GBB"}, "LateStage.target_size must be above 0, such as"),
         (
             {"target_size": 0.5, "config": TensorizeConfig(TT(rank=8, activation="silu")), "ratio": None},
-            "expected layers without an activation between their factors, got one in 'linear'",
+            "lower its ranks in the early stage and by prune_, without a target",
         ),
+        ({"target_size": 3}, "is below the smallest possible, 46 "),
+        ({"target_size": "5MB"}, "expected at most the present 4,915 parameters"),
     ],
 )
 def test_a_mistake_leaves_the_model_as_it_was(options: dict[str, Any], message: str) -> None:
     model = net()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ComeraError, match=message):
         comera.compress(model, **{"ratio": 4, "steps": 9, "lr": 1e-3, **options})
     assert type(model[0]) is nn.Linear
 

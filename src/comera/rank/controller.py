@@ -47,8 +47,7 @@ from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
 from comera.rank.state import RankState
 from comera.rank.step_rule import GivenRules, HookArgs, StepRule, stage_scales, step_rule
-from comera.rank.target import late_target, target_of
-from comera.rank.trains import check_roundable
+from comera.rank.target import check_target, late_target
 
 _EARLY, _LATE = EarlyStage(), LateStage()
 _AUTHORS_LOSS = 0.8  # L0, fixed in the authors' code
@@ -119,17 +118,14 @@ class RankController:
         self.model, self.early, self.late, self.multiple, self.copies = model, early, late, multiple, copies
         self.replayed = False
         self._trains = list(trains_of_copies(model, () if callable(copies) else copies))
-        if late.target_size is not None:
-            check_roundable(self._trains)
         self._cores = [core for train in self._trains for core in train.cores]
         if not self._trains:
             raise RankError(
                 f"expected a model with compressed layers, got {type(model).__name__} without any: "
                 "call comera.tensorize_(model) first"
             )
-        if late.target_size is not None and all(train.late_from is None for train in self._trains):
-            stored = sum(p.numel() for train in self._trains for p in train.parameters())
-            target_of(self._trains, late.target_size, size=stored, multiple=multiple, where="LateStage.target_size")
+        if late.target_size is not None:
+            check_target(self._trains, late.target_size, multiple=multiple)
         self._tables: list[SizeTable] = []
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         self._optimizers: list[Optimizer] = []  # as attached: they may wrap those that take the steps, and have state

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from comera.errors import RankError
 from comera.nn.tensor_train import TensorTrain
+from comera.rank.trains import check_roundable
 from comera.tt.format import spec_size
 from comera.tt.ngram import NGramSpec
 
@@ -47,6 +48,14 @@ def target_of(
     mean = stored / max(1, sum(p.numel() for p in parameters))
     smallest = smallest_size(trains, multiple=multiple)
     return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
+
+
+def check_target(trains: Collection[TensorTrain], target: float | int | str, *, multiple: int = 1) -> None:
+    """Raise RankError for the target of a late stage that these tensor trains cannot reach."""
+    check_roundable(trains)
+    if all(train.late_from is None for train in trains):
+        stored = sum(p.numel() for train in trains for p in train.parameters())
+        target_of(trains, target, size=stored, multiple=multiple, where="LateStage.target_size")
 
 
 def late_target(target: float | int | str, sizes: Mapping[TensorTrain, int], *, multiple: int) -> int:
