@@ -123,7 +123,7 @@ def place_(
     write(model, Record(adapter, flags, states))
     trained = {parameter for head in heads.values() for parameter in head.parameters()}
     for parameter in model.parameters():
-        wanted = parameter in trained and parameter.is_floating_point()
+        wanted = parameter in trained and (parameter.is_floating_point() or parameter.is_complex())
         parameter.requires_grad_(wanted)
         if not wanted:
             parameter.grad = None  # which an optimizer from before would go on applying

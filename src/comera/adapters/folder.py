@@ -24,7 +24,7 @@ from comera.adapters.attach import check_plain, place_, report_of
 from comera.adapters.config import TTAdapter
 from comera.adapters.record import read
 from comera.adapters.report import AdapterReport
-from comera.adapters.sites import Site, check_apart, find_sites
+from comera.adapters.sites import Site, check_apart, find_sites, no_tensors
 from comera.convert.select import all_names
 from comera.errors import CheckpointError, ComeraError
 from comera.files import replace_file
@@ -229,8 +229,10 @@ def _incomplete(at: str, saved: SavedTrain, stored: Mapping[str, Tensor]) -> str
 
 def _head_misfits(name: str, module: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
     """Why a module that was trained besides cannot take its state from the file; empty if it can."""
+    found = no_tensors(name, module)
+    if found:
+        return found
     own: dict[str, Any] = module.state_dict(keep_vars=True)
-    found = []
     ranked: set[str] = set()  # tensors that take other ranks
     for at, train in ((at, m) for at, m in module.named_modules() if isinstance(m, TensorTrain)):
         start = f"{at}." if at else ""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from comera.adapters.attach import check_whole
 from comera.adapters.record import read, restore_flags_, take
-from comera.convert.swap import materialize_layers_
+from comera.convert.swap import check_reached, materialize_layers_
 from comera.errors import ConversionError
 from comera.nn.adapted import Adapted, AdaptedDense, detach_
 from comera.nn.tensor_train import CompressedLayer
@@ -59,6 +59,7 @@ def merge_adapters_(model: nn.Module, *, materialize: bool = False) -> nn.Module
         reason = _obstacle(root, layer, materialize)
         if reason:
             raise ConversionError(f"merge_adapters_: {name or 'the model itself'} {reason}. Nothing was merged")
+    check_reached(root, (layer for layer in layers.values() if isinstance(layer, CompressedLayer)))
     sums = {layer: _sum(layer) for layer in layers.values()}
     for layer in layers.values():
         detach_(layer)

@@ -40,14 +40,23 @@ def take(model: nn.Module) -> None:
 def read(model: nn.Module, call: str) -> tuple[nn.Module, Record, dict[str, Adapted]]:
     """The module in a model (or in a wrapper of it) that was given to `adapt_`, its record, and its adapted layers.
 
-    Raises ConversionError for a model without adapters, or of which this is a part.
+    Raises ConversionError for a model without adapters, of which this is a part, or with parts that have their own.
     """
-    for module in model.modules():
-        record = vars(module).get(_ATTRIBUTE)
-        if isinstance(record, Record):
-            return module, record, adapted_layers(module)
-    kind = type(model).__name__
-    if adapted_layers(model):
+    kind, adapted = type(model).__name__, adapted_layers(model)
+    known = [(name, module, vars(module).get(_ATTRIBUTE)) for name, module in model.named_modules()]
+    found = [(name, module, record) for name, module, record in known if isinstance(record, Record)]
+    if found:
+        inside = {layer for _, module, _ in found for layer in adapted_layers(module).values()}
+        parts = [name for name, *_ in found] + [name for name, layer in adapted.items() if layer not in inside]
+        if len(parts) > 1:
+            raise ConversionError(
+                f"{call}: expected one model that adapt_ or load_adapters_ was given, got a {kind} with {len(parts)} "
+                f"parts that have adapters of their own, {', '.join(name or 'the model itself' for name in parts)}: "
+                "give each part by itself, inner ones first"
+            )
+        _, root, record = found[0]
+        return root, record, adapted_layers(root)
+    if adapted:
         raise ConversionError(
             f"{call}: expected the model that adapt_ or load_adapters_ was given, got a part of it, a {kind}: give the "
             "whole model"

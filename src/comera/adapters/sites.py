@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from math import sqrt
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from comera.convert.registry import converters, refusal
 from comera.errors import ConversionError
@@ -134,4 +134,21 @@ def find_heads(names: Mapping[nn.Module, Sequence[str]], patterns: Sequence[str]
         if named and module not in inside:
             heads[own[0]] = module
             inside.update(module.modules())
+    for name, module in heads.items():
+        odd = no_tensors(name, module)
+        if odd:
+            raise ConversionError(
+                f"also_train: {odd[0]}, which no file of adapters can hold: let its get_extra_state give a tensor, or "
+                "train a module inside it"
+            )
     return heads
+
+
+def no_tensors(name: str, module: nn.Module) -> list[str]:
+    """What the state of a module has besides tensors (by `get_extra_state`), each as an error begins."""
+    state = module.state_dict(prefix=f"{name}." if name else "", keep_vars=True)
+    return [
+        f"expected a state of tensors, got {key}, a {type(value).__name__}"
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    ]

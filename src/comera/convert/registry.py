@@ -7,7 +7,7 @@ another one is safe, register it.
 import sys
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from comera.convert.converter import CONVOLUTION, EMBEDDING, EMBEDDING_BAG, LINEAR, MHA_OUTPUT, Converter
@@ -96,7 +96,11 @@ def refusal(layer: nn.Module, converter: Converter, leaf: str = "weight") -> str
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
         return "its weight has gradient hooks"
     if converter.layout is None:
-        extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", "bias", *converter.holds}
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, Tensor) and bias is not layer._parameters.get("bias"):
+            return "its bias is no parameter of its own (a buffer, pruning?)"
+        extra = {*layer._parameters, *layer._buffers, *layer._modules} - {"weight", *converter.holds}
+        extra -= {"bias"} if converter.table is None else set()  # a table adds none, so it would be lost
         extra -= {"ngrams"} if isinstance(layer, NGramEmbedding) else set()
         if extra:
             return f"it also holds {', '.join(sorted(extra))}"

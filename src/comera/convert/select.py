@@ -17,6 +17,7 @@ from comera.convert.config import BTT, TT, TTM, TensorizeConfig
 from comera.convert.converter import Converter
 from comera.convert.packed import dense_names, packed_converter, packed_leaves
 from comera.convert.registry import converters, refusal
+from comera.convert.swap import beside, held_besides
 from comera.errors import ConversionError, SpecError
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.ngram import plain_type
@@ -116,10 +117,13 @@ def _candidates(
 def find_sites(names: dict[nn.Module, list[str]], config: TensorizeConfig) -> list[Site]:
     """The layers of registered types with their formats. Raises ConversionError for overrides that do not fit."""
     sites = []
+    held = held_besides((own[0], module) for module, own in names.items())
     for layer, leaf, converter, own in _candidates(names, config):
         default, needed, named = _formats(converter, layer, config)
         matches = [p for p in config.overrides if _matches(p, own)]
         refused = refusal(layer, converter, leaf)
+        if layer in held and converter.layout is None:  # else it stays the same object
+            refused = refused or beside(held[layer])
         weight = layer._parameters.get(leaf)
         site = Site(own, layer, converter, weight, default, bool(matches), refused, note=refused or "", leaf=leaf)
         if matches:

@@ -1,7 +1,8 @@
 """Swapping dense layers for compressed ones and back, with everything that a layer carries besides its weight."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from comera.convert.declared import guard_resizing_, read_ties, rewrite_ties
 from comera.convert.packed import packed_leaves
 from comera.convert.registry import converters
+from comera.errors import ConversionError
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
@@ -29,6 +31,7 @@ _HOOKS = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
+_STRUCTURE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -53,6 +56,48 @@ def _or_unchanged(model: nn.Module) -> Iterator[None]:
         raise
 
 
+def held_besides(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+    """Modules that plain attributes of the modules of a model hold, too, with the first such attribute.
+
+    It may hold one itself, in a list, tuple, set or dict, or by a bound method: `self.order = [self.a, self.b]`. A swap
+    replaces what is registered, and would leave the model calling the old layer. One that a module holds of itself goes
+    with it.
+    """
+    found: dict[nn.Module, str] = {}
+    for path, module in named:
+        for name, value in vars(module).items():
+            for each in _members(value) if name not in _STRUCTURE else ():
+                owner: Any = each.__self__ if type(each) is MethodType else each
+                # by its own type: isinstance takes a weak proxy for what it stands for
+                if issubclass(type(owner), nn.Module) and owner is not module:
+                    found.setdefault(owner, f"{path or type(module).__name__}.{name}")
+    return found
+
+
+def _members(value: Any) -> Iterable[Any]:
+    """What a container holds, of a dict its values; anything else by itself."""
+    kind = type(value)
+    if issubclass(kind, dict):
+        return dict.values(value)  # not a subclass's own, which may make its values only then
+    return value if issubclass(kind, list | tuple | set | frozenset) else (value,)
+
+
+def check_reached(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raise ConversionError for a layer that a swap would not replace everywhere: see `held_besides`."""
+    held = held_besides(model.named_modules())
+    for layer in layers:
+        if layer in held:
+            raise ConversionError(
+                f"expected layers that a swap can replace, got a {type(layer).__name__}: {beside(held[layer])}"
+            )
+
+
+def beside(place: str) -> str:
+    """Why a layer that this attribute holds, too, is not replaced."""
+    hint = "use nn.ModuleList or nn.ModuleDict, or call it by its name"
+    return f"{place} holds it, too, which a swap would not reach: {hint}"
+
+
 def move_hooks_(old: nn.Module, new: nn.Module) -> None:
     """Give a module that takes the place of another one its hooks."""
     for hooks in _HOOKS:
@@ -63,9 +108,11 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
     """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
     A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
-    mode move along. An error leaves the model as it was. trains: (layer, "weight") -> tensor train, and (module, name
-    of a parameter) of one that the module reads itself, which stays the same object.
+    mode move along. An error, as for a layer that a plain attribute holds, too, leaves the model as it was. trains:
+    (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module reads itself, which
+    stays the same object.
     """
+    check_reached(model, (layer for layer, _ in trains if plain_type(layer) in converters()))
     padding: dict[TensorTrain, int | None] = {}
     layers: dict[nn.Module, TensorTrain] = {}
     held: list[tuple[nn.Module, str, TensorTrain]] = []
@@ -106,8 +153,9 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
     """Replace every compressed layer by a dense one of its original type, and compressed parameters by dense ones;
     returns how many there were.
 
-    Layers that share a tensor train share one weight again, unless one type stores it transposed.
-    values: only these layers, with dense weights of these values.
+    Layers that share a tensor train share one weight again, unless one type stores it transposed. Raises
+    ConversionError for a layer that a plain attribute holds, too. values: only these layers, with dense weights of
+    these values.
     """
     weights: dict[tuple[TensorTrain, bool], nn.Parameter] = {}
     swaps: dict[nn.Module, nn.Module] = {}
@@ -130,6 +178,7 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
             if converter.table is None:
                 dense.register_parameter("bias", layer._parameters["bias"])
             swaps[layer] = dense
+    check_reached(model, swaps)
     with _or_unchanged(model):
         count = sum(map(give_back_, holders))
         if swaps or holders:

@@ -144,7 +144,7 @@ class _Merge(torch.autograd.Function):
         tensors, biases = flat[: -len(specs)], flat[-len(specs) :]
         given = [tensor for tensor in flat if tensor is not None]
         ctx.specs, ctx.threshold, ctx.dtype, ctx.flat = specs, threshold, dtype, flat
-        ctx.versions = [t._version for t in given] if any(ctx.needs_input_grad) else []
+        ctx.versions = _versions(given) if any(ctx.needs_input_grad) else []
         ctx.set_materialize_grads(False)
         ctx.backend = select.merge_backend(dtype, given)
         if ctx.backend == "cpp":
@@ -193,9 +193,14 @@ def _torch_backward(ctx: Any, dfactors: Sequence[Tensor | None]) -> list[Tensor 
     return [*(_corner(grad, like) for grad, like in zip(flat, ctx.flat, strict=False)), *dbiases]
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each tensor has been written to in place; those made in inference mode do not count it."""
+    return [t._version for t in tensors if not t.is_inference()]
+
+
 def _check_unmodified(tensors: Sequence[Tensor | None], versions: Sequence[int]) -> None:
-    given = [tensor for tensor in tensors if tensor is not None]
-    if [t._version for t in given] == versions:
+    given = [tensor for tensor in tensors if tensor is not None and not tensor.is_inference()]
+    if _versions(given) == versions:
         return
     tensor, version = next((t, v) for t, v in zip(given, versions, strict=True) if t._version != v)
     raise RuntimeError(

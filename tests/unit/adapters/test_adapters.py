@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from tests.helpers.small_net import IDS, SMALL, Net
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from comera.adapters import TTAdapter, adapt_, merge_adapters_, remove_adapters_
+from comera.adapters import TTAdapter, adapt_, load_adapters_, merge_adapters_, remove_adapters_, save_adapters
 from comera.convert import materialize_, tensorize_
-from comera.errors import ConversionError, SpecError, WeightError
+from comera.errors import CheckpointError, ConversionError, SpecError, WeightError
 from comera.nn import TTLinear, TTMProjection, model_size
 from comera.nn.adapted import Adapted
 from comera.tt.dense import materialize
@@ -281,6 +282,90 @@ def test_calls_that_do_not_fit_the_state_of_the_model() -> None:
         materialize_(model)
     with pytest.raises(ConversionError, match="expected a TTAdapter"):
         adapt_(model, 8, targets="up")  # type: ignore[arg-type]
+
+
+def test_a_bias_that_is_a_buffer_is_not_lost() -> None:
+    layer = nn.Linear(8, 8)
+    bias = layer.bias.detach().clone()
+    del layer.bias
+    layer.register_buffer("bias", bias)
+    with pytest.raises(ConversionError, match="its bias is no parameter of its own"):
+        adapt_(nn.Sequential(layer), TTAdapter(order=2), targets="0")
+
+
+@pytest.mark.parametrize(
+    "call", [remove_adapters_, merge_adapters_, lambda model: save_adapters(model, "/dev/null/no")]
+)
+def test_parts_with_adapters_of_their_own_are_given_one_by_one(call: Callable[[nn.Module], object]) -> None:
+    parts = {name: nn.Sequential(nn.Linear(8, 8)) for name in ("encoder", "decoder")}
+    model = nn.ModuleDict(parts)
+    for part in parts.values():
+        adapt_(part, TTAdapter(order=2), targets="0")
+    with pytest.raises(ConversionError, match=r"a ModuleDict with 2 parts .*, encoder, decoder: give each part"):
+        call(model)
+    assert all(isinstance(part[0], Adapted) for part in parts.values())
+    remove_adapters_(parts["encoder"])
+    remove_adapters_(model)  # of one part, which is found
+    assert not any(isinstance(module, Adapted) for module in model.modules())
+
+
+def test_an_adapted_layer_beside_an_adapted_model_is_named() -> None:
+    models = [nn.Sequential(nn.Linear(8, 8)) for _ in range(2)]
+    for model in models:
+        adapt_(model, TTAdapter(order=2), targets="0")
+    both = nn.ModuleDict({"one": models[0], "other": models[1][0]})
+    with pytest.raises(ConversionError, match=r"with 2 parts .*, one, other: give each part"):
+        remove_adapters_(both)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real
+
+
+def test_complex_parameters_of_a_head_are_trained_saved_and_restored(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Spectral())
+    before = copy.deepcopy(model.state_dict())
+    adapt_(model, TTAdapter(order=2), targets="0", also_train="1")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = torch.randn(3, 8)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight, before["1.weight"])
+    save_adapters(model, tmp_path)
+    fresh = nn.Sequential(nn.Linear(8, 8), Spectral())
+    fresh.load_state_dict(before)
+    load_adapters_(fresh, tmp_path)
+    assert torch.equal(fresh(x), model(x))
+    remove_adapters_(model)
+    assert torch.equal(model[1].weight, before["1.weight"])
+
+
+class Noted(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"v": 1}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+def test_a_head_whose_state_is_more_than_tensors_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Noted(8, 2))
+    before = snapshot(model)
+    wanted = r"expected a state of tensors, got 1\._extra_state, a dict"
+    with pytest.raises(ConversionError, match=f"also_train: {wanted}, which .*get_extra_state"):
+        adapt_(model, TTAdapter(order=2), targets="0", also_train="1")
+    assert same(snapshot(model), before)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    adapt_(plain, TTAdapter(order=2), targets="0", also_train="1")
+    save_adapters(plain, tmp_path)
+    with pytest.raises(CheckpointError, match=wanted):
+        load_adapters_(model, tmp_path)
+    assert same(snapshot(model), before)
 
 
 def test_a_layer_alone_can_be_adapted() -> None:

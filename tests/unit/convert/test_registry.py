@@ -29,6 +29,25 @@ def with_buffer(layer: nn.Linear) -> nn.Linear:
     return layer
 
 
+def with_bias_as_buffer(layer: nn.Linear) -> nn.Linear:
+    bias = layer.bias.detach().clone()
+    del layer.bias
+    layer.register_buffer("bias", bias)
+    return layer
+
+
+def with_plain_bias(layer: nn.Linear) -> nn.Linear:
+    bias = layer.bias.detach().clone()
+    del layer.bias
+    layer.bias = bias
+    return layer
+
+
+def with_own_bias(table: nn.Embedding) -> nn.Embedding:
+    table.bias = nn.Parameter(torch.ones(64))
+    return table
+
+
 def with_own_forward(layer: nn.Linear) -> nn.Linear:
     layer.forward = lambda x: x
     return layer
@@ -55,6 +74,10 @@ def with_state_hook(layer: nn.Linear) -> nn.Linear:
         (nn.Linear(64, 64, dtype=torch.complex64), "its weight is of torch.complex64"),
         (hooked(nn.Linear(64, 64)), "gradient hooks"),
         (with_buffer(nn.Linear(64, 64)), "it also holds scale"),
+        (with_bias_as_buffer(nn.Linear(64, 64)), "its bias is no parameter of its own"),
+        (with_plain_bias(nn.Linear(64, 64)), "its bias is no parameter of its own"),
+        (prune.random_unstructured(nn.Linear(64, 64), "bias", 0.5), "its bias is no parameter of its own"),
+        (with_own_bias(nn.Embedding(64, 64)), "it also holds bias"),
         (with_own_forward(nn.Linear(64, 64)), "its forward was replaced"),
         (with_state_hook(nn.Linear(64, 64)), "state_dict hooks"),
     ],

@@ -146,6 +146,30 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     assert all(tensor.grad is not None for tensor in given[1])
 
 
+@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+def test_trains_made_in_inference_mode_are_merged(spec: TTSpec) -> None:
+    with torch.inference_mode():
+        given = trains_of(spec)
+        merged = merge([spec] * len(given), given, THRESHOLD, torch.float64)
+    with torch.no_grad():
+        again = merge([spec] * len(given), given, THRESHOLD, torch.float64)
+        exact = [oracle(spec, train, torch.float64) for train in given]
+    torch.testing.assert_close(merged, exact, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(again, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_writes_are_noticed_beside_tensors_that_do_not_count_them() -> None:
+    spec = SPECS[1]
+    (train,) = trains_of(spec, count=1)
+    with torch.inference_mode():
+        (other,) = trains_of(spec, count=1)
+    merged = merge([spec], [[other[0], *train[1:]]], THRESHOLD, torch.float64)
+    with torch.no_grad():
+        train[1].add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 1; expected version 0"):
+        summed(merged).backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_merged_in_float32(dtype: torch.dtype) -> None:
     spec = SPECS[4]
