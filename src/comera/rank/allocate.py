@@ -26,6 +26,7 @@ from comera.tt.format import spec_size
 from comera.tt.spec import Spec
 
 _BISECTIONS = 50
+_TIE = 1e-300  # per parameter: less than any importance
 
 
 def allocate(
@@ -69,7 +70,8 @@ def allocate(
         trains = sum(spec_size(spec, inner) for spec, inner in zip(specs, ranks, strict=True))
         return trains + sum(table.size(own) for table, own in zip(tables, kept, strict=True))
 
-    best = choose(0.0)
+    # gates of zero importance stay as long as there is room for them: they may not have been measured yet
+    best = choose(0.0 if rounding else -_TIE)
     if size(best) > budget:
         # Bisect in logarithms, from a price at which everything is kept to one at which nothing is.
         largest = max((cost for train in costs for gates in train for cost in gates.values()), default=0.0)

@@ -22,6 +22,7 @@ from comera.rank.budget import canonicalize_, round_
 from comera.rank.report import RankReport
 from comera.rank.target import smallest_size
 from comera.rank.trains import adaptable_trains
+from comera.tt import tt_spec
 from comera.tt.decompose import round_cores
 from comera.tt.format import spec_size
 from comera.tt.spec import TTMSpec, TTSpec
@@ -282,6 +283,17 @@ def test_the_least_important_gates_of_all_trains_go_first() -> None:
     assert allocate([ONE, ONE], [strong, weak], 25 * 7) == [(6,), (1,)]
     assert allocate([ONE, ONE], [strong, weak], 25 * 12) == [(6,), (6,)]
     assert allocate([ONE, ONE], [strong, weak], 25 * 3) == [(2,), (1,)]
+
+
+def test_what_has_not_been_measured_goes_only_as_far_as_the_budget_asks() -> None:
+    """As after a first step without labels, or of an expert that got no token."""
+    spec = tt_spec(64, 64, order=4, rank=8)
+    size, zeros, ones = spec_size(spec), [[0.0] * 8] * 3, [[1.0] * 8] * 3
+    assert allocate([spec, spec], [zeros, zeros], 2 * size) == [(8, 8, 8)] * 2
+    for importances in ([zeros, zeros], [zeros, ones]):
+        ranks = allocate([spec, spec], importances, 2 * size - 10)
+        assert 1.9 * size < sum(spec_size(spec, inner) for inner in ranks) <= 2 * size - 10
+    assert ranks[1] == (8, 8, 8)
 
 
 def test_no_rank_is_cut_to_one_while_others_stay_high() -> None:
