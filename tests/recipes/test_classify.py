@@ -91,6 +91,21 @@ def test_a_compressed_model_learns_to_tell_two_words_apart(config: ClassifyConfi
     assert again.test == pytest.approx(before)
 
 
+def test_stages_of_other_data_or_settings_are_refused(config: ClassifyConfig) -> None:
+    """Held-out rows of another split were training rows of the early stage."""
+    config = steps(config, 2)
+    classify.run(config)
+    before = {path: path.read_bytes() for path in config.folder.rglob("*") if path.is_file()}
+    others = (
+        replace(config, data=replace(config.data, split_seed=5), late_targets=(0.9,)),
+        replace(config, train=replace(config.train, seed=7)),
+    )
+    for other in others:
+        with pytest.raises(ConfigError, match="a resumed run must go on as it was begun"):
+            classify.run(other, resume=True)
+        assert {path: path.read_bytes() for path in config.folder.rglob("*") if path.is_file()} == before
+
+
 def test_accuracy_and_f1_are_those_of_all_rows(config: ClassifyConfig) -> None:
     predicted, labels = torch.tensor([0, 0, 1, 2, 2, 2, 0]), torch.tensor([0, 1, 1, 2, 0, 2, 0])
     matrix = confusion_matrix(predicted, labels, 4)

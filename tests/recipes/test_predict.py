@@ -89,6 +89,18 @@ def test_every_form_of_file_gives_the_same(run: Path, tmp_path: Path, capfd: pyt
     assert "on the 50 with a label" in said
 
 
+def test_the_columns_of_training_are_read_and_a_guess_is_said(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = [row["label"] for row in predicted(capfd, run, write_csv(tmp_path / "a.csv", ROWS))[0]]
+    both = write_csv(tmp_path / "b.csv", [("nothing", text) for text, _ in ROWS], ("text", "sentence"))
+    found, said = predicted(capfd, run, both)
+    assert [row["label"] for row in found] == expected  # "text" is the more usual name
+    assert "a guess" not in said
+    said = predicted(capfd, run, write_csv(tmp_path / "c.csv", [(text, 1) for text, _ in ROWS], ("review", "n")))[1]
+    assert "read 'review' as the text, a guess: name the column with --text" in said
+
+
 def test_an_unnamed_column_is_no_label(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [(label, text) for text, label in ROWS]
     file = write_csv(tmp_path / "a.csv", rows, ("", "sentence"))

@@ -33,6 +33,7 @@ from comera.recipes.registry import RECIPES
 
 _PIPE = "COMERA_COMPARISON_PIPE"  # for the run that a comparison has started: the file that it watches
 _ARGUMENTS = "arguments.json"  # in the folder of a comparison: its own options
+_BOUNDS = ("--train.steps", "--train.epochs")  # in place of which a comparison has --seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +110,8 @@ def _compare(argv: list[str]) -> int:
     for method in options.methods.split(","):
         commands[method] = [*shared, "--method", method, "--out", str(out / method)]
         if options.seconds is not None:
-            commands[method] += ["--train.steps", "null", "--train.max_seconds", str(options.seconds)]
+            bounds = [word for name in _BOUNDS for word in (name, "null")]  # those of the preset
+            commands[method] += [*bounds, "--train.max_seconds", str(options.seconds)]
     for method, arguments in commands.items():  # report every mistake before the first run starts
         recipe, config, _ = parse("compare", name, arguments)
         own = recipe.runs(config)
@@ -179,7 +181,7 @@ def _check_shared(options: Namespace, shared: Sequence[str]) -> None:
     """Raise ConfigError for an option of all runs in whose place the comparison sets its own."""
     own = {"--method": "each run has one of --methods"}
     if options.seconds is not None:
-        own |= dict.fromkeys(("--train.steps", "--train.max_seconds"), "each run has --seconds")
+        own |= dict.fromkeys((*_BOUNDS, "--train.max_seconds"), "each run has --seconds")
     for name in (word.partition("=")[0] for word in shared):
         if name in own:
             raise ConfigError(f"{name}: expected no such option in a comparison, where {own[name]}: leave it out")

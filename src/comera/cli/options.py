@@ -5,7 +5,9 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +55,14 @@ def parse(command: str, name: str, argv: list[str]) -> tuple[Any, Any, bool]:
     resume = command == "train" and values.resume
     if resume and saved.is_file() and str(saved) not in argv:  # resume with what the run started with
         return parse(command, name, ["--config", str(saved), *argv, "--out", str(config.folder)])
+    if resume and not saved.is_file():
+        if {word.partition("=")[0] for word in argv if word.startswith("--")} <= {"--out", "--resume"}:
+            raise ConfigError(
+                f"--resume: expected a run in {config.folder}, got none (no {saved.name}): check --out, or give the "
+                "options that the run was started with"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            print(f"no run in {config.folder} to resume: begins a new one", file=sys.stderr)
     if values.print_config:
         print(_yaml(config), end="")
         raise SystemExit(0)

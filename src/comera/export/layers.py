@@ -8,7 +8,7 @@ Shapes: B flattened batch, I/O in/out features, U ids, D columns, M/N row and co
 factor of a TTM, r the rank between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from comera.convert import materialize_
 from comera.convert.swap import move_hooks_
 from comera.errors import ConversionError
 from comera.fusion.fuse import fuse_
+from comera.kernels.tracing import traced
 from comera.nn.adapted import refuse_adapters
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
@@ -29,16 +30,17 @@ from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.ngram import NGramEmbedding, NGramTable, detach_ngrams_, longest_of, rows_with_ngrams
 from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
+from comera.nn.weight import lazy_weight
 from comera.ops.block_product import batched_product, component_places
 from comera.ops.chunking import pad_last
 from comera.ops.conv import tt_conv
-from comera.ops.dtypes import merge_dtype, working_dtype
+from comera.ops.dtypes import merge_dtype, without_autocast, working_dtype
 from comera.ops.ngram import NGramIds
 from comera.ops.planner.plan import plan_linear
 from comera.ops.projection import merge_sides
 from comera.ops.sequential import contract_groups
 from comera.rank.prune import prune_
-from comera.tt.dense import materialize
+from comera.tt.dense import materialize, zero_row
 from comera.tt.format import check_linear
 from comera.tt.ngram import NGramSpec
 from comera.tt.spec import TTMSpec, TTSpec
@@ -145,7 +147,7 @@ def _leave_fast_paths(model: nn.Module) -> None:
 
 
 def _without_weights(layer: nn.Module) -> bool:
-    return not all(hasattr(getattr(layer, name, None), "weight") for name in ("linear1", "linear2"))
+    return not all(isinstance(getattr(layer, name, None), nn.Linear) for name in ("linear1", "linear2"))
 
 
 class _Cores(nn.Module):
@@ -155,6 +157,11 @@ class _Cores(nn.Module):
         super().__init__()
         self.spec = tt.spec
         self.cores = nn.ParameterList([nn.Parameter(core, requires_grad=False) for core in tt.effective_cores()])
+
+    def dense(self, cores: Sequence[Tensor]) -> Tensor:
+        """The weight that these cores make, of `spec.shape`, in their dtype; merged in float32 if that is a half."""
+        with without_autocast(cores[0]):
+            return materialize(self.spec, [core.to(merge_dtype(core.dtype)) for core in cores]).to(cores[0].dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """L (M, N, r) and R (r, M, N) of a TTM, split where they have the fewest elements."""
@@ -168,12 +175,29 @@ class _Cores(nn.Module):
         return table_MN.unsqueeze(2), table_MN.new_ones(1, 1, 1)
 
 
-class _Linear(nn.Module):
+class _Layer(nn.Module):
+    """Base class of the layers around cores. Some models read the weight of their layers, most of them its dtype."""
+
+    def __init__(self, layer: CompressedLayer, cores: _Cores) -> None:
+        super().__init__()
+        self.tt, self._shape = cores, layer.weight.shape
+
+    @property
+    def weight(self) -> Tensor:
+        """The dense weight, as that of the layer; made when its values are used, or by a graph that uses them."""
+        cores = list(self.tt.cores)
+        return self._dense(cores) if traced() else lazy_weight(self._dense, self._shape, cores)
+
+    def _dense(self, cores: Sequence[Tensor]) -> Tensor:
+        return self.tt.dense(cores).t().reshape(self._shape).contiguous()
+
+
+class _Linear(_Layer):
     """y = x W + bias, contracted as planned for the first batch."""
 
     def __init__(self, layer: TTLinear, cores: _Cores) -> None:
-        super().__init__()
-        self.tt, self.bias = cores, layer.bias
+        super().__init__(layer, cores)
+        self.bias = layer.bias
         self.groups: Any = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -186,12 +210,12 @@ class _Linear(nn.Module):
         return contract_groups(x_BI, spec, cores, self.groups, self.bias).view(*input.shape[:-1], spec.out_features)
 
 
-class _Convolution(nn.Module):
+class _Convolution(_Layer):
     """y = conv(x, W) + bias, as the layer computes it."""
 
     def __init__(self, layer: TTConv, cores: _Cores) -> None:
-        super().__init__()
-        self.tt, self.bias, self.settings = cores, layer.bias, layer.settings
+        super().__init__(layer, cores)
+        self.bias, self.settings = layer.bias, layer.settings
 
     def forward(self, input: Tensor) -> Tensor:
         spec, cores = self.tt.spec, list(self.tt.cores)
@@ -199,13 +223,12 @@ class _Convolution(nn.Module):
         return tt_conv(input, spec, cores, self.bias, **self.settings)
 
 
-class _Blocks(nn.Module):
+class _Blocks(_Layer):
     """y = x W + bias, W a block tensor train."""
 
     def __init__(self, layer: BTTLinear, cores: _Cores) -> None:
-        super().__init__()
-        self.tt, self.bias = cores, layer.bias
-        self.spec = layer.spec
+        super().__init__(layer, cores)
+        self.bias, self.spec = layer.bias, layer.spec
         places = component_places(self.spec, cores.cores[0].device)  # so that a graph need not make them
         self.places = [f"place_{k}" for k in range(len(places))]
         for name, place in zip(self.places, places, strict=True):
@@ -220,13 +243,17 @@ class _Blocks(nn.Module):
         return y_BO.to(input.dtype).view(*input.shape[:-1], spec.out_features)
 
 
-class _Table(nn.Module):
+class _Table(_Layer):
     """Rows of a tensor-train matrix."""
 
     def __init__(self, layer: Any, cores: _Cores) -> None:
-        super().__init__()
-        self.tt, self.padding_idx = cores, layer.zero_row
+        super().__init__(layer, cores)
+        self.padding_idx: int | None = layer.zero_row
         self.spec: TTMSpec = layer.tt.spec
+
+    def _dense(self, cores: Sequence[Tensor]) -> Tensor:
+        table_VD = self.tt.dense(cores).contiguous()
+        return table_VD if self.padding_idx is None else zero_row(table_VD, self.padding_idx)
 
     def rows(self, ids_U: Tensor) -> Tensor:
         """Rows (U, D); an id outside the table is a runtime error."""
@@ -264,6 +291,11 @@ class _WithNGrams(nn.Module):
         super().__init__()
         self.rows, self.ngrams = rows, table
 
+    @property
+    def weight(self) -> Any:
+        """That of the token table, as everywhere."""
+        return self.rows.weight
+
     def forward(self, input: Tensor) -> Tensor:
         ids = NGramIds.of(input, longest_of(self))
         return rows_with_ngrams(self.rows(input), ids, self.rows, self.ngrams)
@@ -298,6 +330,11 @@ class _DenseBag(nn.Module):
     def __init__(self, layer: nn.EmbeddingBag) -> None:
         super().__init__()
         self.bag = layer
+
+    @property
+    def weight(self) -> Tensor:
+        """That of the bag."""
+        return self.bag.weight
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         if offsets is not None:

@@ -164,12 +164,19 @@ class _Plan:
         names: dict[int, list[str]] = {}  # transformers stores tied tensors once and leaves the ties to the model
         for key, value in self.state.items():
             names.setdefault(id(value), []).append(key)
+        compressed = self._replaced_by(trains)  # a tie that was cut: one of its layers has a tensor train in the file
         for tied in names.values():
             there = [key for key in tied if key in stored]
             for key in tied if there else ():
-                if key not in stored:
+                if key not in stored and key not in compressed:
                     stored.tie(key, there[0])
         return trains, stored, set()
+
+    def _replaced_by(self, trains: Iterable[SavedTrain]) -> set[str]:
+        """Names of the model's dense parameters in whose place the file has a tensor train."""
+        paths = [name.rpartition(".")[0] for saved in trains for name in saved.names]
+        places = [(path, dense_place(self._modules, path)) for path in paths]
+        return {_name_of(path, leaf, converter) for path, place in places if place for _, leaf, converter in [place]}
 
     @property
     def found(self) -> bool:

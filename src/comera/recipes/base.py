@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from comera.baselines import (
@@ -264,16 +263,13 @@ def fit_stages(config: Any, make_task: Callable[[int], RecipeTask], *, resume: b
     task = make_task(0)  # before anything is written: it may fail
 
     def run(task: RecipeTask, train: TrainConfig, folder: Path, **others: Any) -> Summary:
-        summary = fit(task, train, folder, resume=resume, resolved=settings, **others)
+        summary = fit(task, train, folder, resume=resume, resolved=settings, whole=config.folder, **others)
         task.finish(folder, summary)
         return summary
 
     if config.method != "comera":
         return run(task, _dense(config, task.steps_per_epoch), config.folder)
     with hold(config.folder, open_accelerator(config.train.device)):
-        if is_main(config.train):  # each run has this file too; `--resume` reads the one of the whole
-            config.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(config.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
         log(config, f"early stage, in {folders['early']}")
         train = replace(config.train, schedule="constant") if config.late_targets else config.train
         summary = run(task, train, folders["early"])

@@ -24,6 +24,8 @@ def of_run(run: RunData) -> str:
     name, last = run.judged_by, run.evals[-1]
     value, references = last.value(name), run.references.get(name, {})
     text = f"Held-out {label(name)} is {metric(name, value, ' %')} after {last.step:,} steps"
+    if not isfinite(value):
+        return f"{text}: it cannot be measured on these held-out rows, which may have a single label."
     if not references:
         return f"{text}, with no simpler model to hold it against."
     better = {reference: is_better(name, value, reached) for reference, reached in references.items()}

@@ -194,6 +194,12 @@ def load_checkpoint(
     return trainer.progress
 
 
+def check_resumed(run: Path, identity: Mapping[str, Any], *, one_sequence: bool = False) -> None:
+    """Raise ConfigError where a run has checkpoints that were written with another `identity`, as `load_checkpoint`."""
+    if found := checkpoints(run):
+        _check_identity(found[-1], read_trainer(found[-1]).identity, identity, one_sequence=one_sequence)
+
+
 def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: RankController | None) -> Progress:
     """Restore model (with its ranks), optimizer and controller from another run; returns that run's progress.
 

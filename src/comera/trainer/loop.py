@@ -23,7 +23,7 @@ from accelerate.utils import gather_object, send_to_device
 from comera.errors import CheckpointError, ConfigError
 from comera.files import NO_ROOM
 from comera.kernels import float32_products
-from comera.trainer.checkpoint import clean, not_written, save_checkpoint
+from comera.trainer.checkpoint import check_resumed, clean, not_written, save_checkpoint
 from comera.trainer.clock import Interrupt
 from comera.trainer.config import TrainConfig
 from comera.trainer.evaluation import evaluate
@@ -32,7 +32,7 @@ from comera.trainer.metrics import Summary
 from comera.trainer.processes import open_accelerator
 from comera.trainer.random_state import rng_state
 from comera.trainer.run_log import RunLogger
-from comera.trainer.state import TrainState, build_state
+from comera.trainer.state import TrainState, build_state, run_identity
 from comera.trainer.task import Task
 from comera.trainer.trackers import check_installed
 
@@ -49,6 +49,7 @@ def fit(
     resume: bool = False,
     resolved: Mapping[str, Any] | None = None,
     start_from: Path | str | None = None,
+    whole: Path | None = None,
 ) -> Summary:
     """Train `task.model` in place; write configuration, metrics, checkpoints and summary of the run to `out`.
 
@@ -63,6 +64,7 @@ def fit(
             summary.
         resolved: the whole configuration for config.yaml, from which the run can be repeated. Default: `config` under
             "train".
+        whole: folder of the runs that this is one of, which gets the same config.yaml.
         start_from: folder of another run of this model, or of one of its checkpoints, to start from: the run takes
             over its model with the ranks, optimizer and rank adaptation, and counts its own steps from 0. A late stage
             without a start of its own then begins at once. Resuming does not need this folder again.
@@ -104,7 +106,9 @@ def fit(
     accelerator = open_accelerator(config.device)
     with hold(out, accelerator):
         try:
-            return _fit(task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from)
+            return _fit(
+                task, config, out, accelerator, resume=resume, resolved=resolved, start_from=start_from, whole=whole
+            )
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
@@ -120,6 +124,7 @@ def _fit(
     resume: bool,
     resolved: Mapping[str, Any] | None,
     start_from: Path | str | None,
+    whole: Path | None,
 ) -> Summary:
     """`fit` in a folder that no other run writes to."""
     present = [name for name in _RUN_FILES if (out / name).exists()]
@@ -130,6 +135,8 @@ def _fit(
         )
     done = Summary.read(out / "summary.json")
     if done is not None and done.finished:
+        identity = run_identity(task, config, accelerator, task.optimizer(config))
+        check_resumed(out, identity, one_sequence=task.one_sequence)
         if config.progress and accelerator.is_main_process:
             print(f"{task.name}: the run in {out} is finished, {done.steps:,} steps ({done.stopped})", file=sys.stderr)
         return done
@@ -140,7 +147,7 @@ def _fit(
             torch.set_num_threads(config.threads)
         stack.enter_context(float32_products.fastest(accelerator.device))
         state = build_state(task, config, out, accelerator, start_from)
-        logger = stack.enter_context(RunLogger(state, resolved=resolved))
+        logger = stack.enter_context(RunLogger(state, resolved=resolved, whole=whole))
         interrupt = stack.enter_context(Interrupt())
         return _train(state, logger, interrupt)
 

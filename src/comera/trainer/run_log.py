@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -28,12 +29,14 @@ class RunLogger:
     """Logs a run while its context is open, each record at the step and time that the run has reached.
 
     Only the main process writes. resolved: the whole configuration for config.yaml. Default: that of the run, under
-    "train".
+    "train". whole: a folder besides the run's that gets this file.
     """
 
-    def __init__(self, state: TrainState, *, resolved: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, state: TrainState, *, resolved: Mapping[str, Any] | None = None, whole: Path | None = None
+    ) -> None:
         progress, task, config = state.progress, state.task, state.config
-        self._state, self._resolved = state, resolved
+        self._state, self._resolved, self._whole = state, resolved, whole
         self._size = self._model_size()
         # what has been logged so far: of a run that resumes, all but graphs
         self._logged_at = (progress.step, progress.tokens, progress.time)
@@ -60,7 +63,8 @@ class RunLogger:
             stack.callback(self._metrics.close)
             settings = {"train": asdict(config)} if self._resolved is None else dict(self._resolved)
             settings = json.loads(json.dumps(settings, default=str))  # YAML takes built-in types only
-            replace_file(out / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
+            for folder in filter(None, (out, self._whole)):
+                replace_file(folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False, allow_unicode=True))
             task = self._state.task
             replace_file(out / "layers.json", to_json([*task.report_rows], indent=1) + "\n")
             if task.references:

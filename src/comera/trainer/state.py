@@ -213,14 +213,7 @@ def build_state(
         average=(lambda flat: accelerator.reduce(flat, "mean")) if accelerator.num_processes > 1 else None,
         mode=config.mode,
     )
-    method = task.method or ("comera" if controller else "dense")
-    identity = {
-        **config.identity(),
-        **{"recipe": task.name, "method": method},
-        **{"processes": accelerator.num_processes, "steps_per_epoch": task.steps_per_epoch},
-        **({"optimizer": type(optimizer).__name__} if own_optimizer else {}),
-        **task.identity,
-    }
+    identity = run_identity(task, config, accelerator, own_optimizer)
     state = TrainState(
         task,
         config,
@@ -231,7 +224,7 @@ def build_state(
         optimizer,
         controller,
         train_step,
-        method=method,
+        method=identity["method"],
         identity=identity,
         max_steps=config.bound(task.steps_per_epoch),
         clock=Clock(accelerator.device),
@@ -241,6 +234,19 @@ def build_state(
     )
     _resume(state, start_from)
     return state
+
+
+def run_identity(
+    task: Task, config: TrainConfig, accelerator: Accelerator, own_optimizer: Optimizer | None
+) -> dict[str, Any]:
+    """What decides what a run learns, JSON-ready: it resumes only with the same. own_optimizer: that of the task."""
+    return {
+        **config.identity(),
+        **{"recipe": task.name, "method": task.method or ("comera" if any(named_trains(task.model)) else "dense")},
+        **{"processes": accelerator.num_processes, "steps_per_epoch": task.steps_per_epoch},
+        **({"optimizer": type(own_optimizer).__name__} if own_optimizer else {}),
+        **task.identity,
+    }
 
 
 def _prepare_model(task: Task, config: TrainConfig, accelerator: Accelerator) -> tuple[nn.Module, FP8Report | None]:

@@ -225,6 +225,18 @@ def test_a_folder_with_a_run_is_refused_and_resume_takes_its_configuration(
     assert "seed: expected 4, got 5" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_report")
+def test_a_run_that_is_not_there_is_not_resumed_by_another_in_silence(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "typo"), "--resume"]
+    assert main(["train", "code-lm", *out]) == 2
+    assert f"--resume: expected a run in {tmp_path / 'typo'}, got none" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+    assert main(["train", "code-lm", *tiny, *out]) == 0
+    assert f"no run in {tmp_path / 'typo'} to resume: begins a new one" in capsys.readouterr().err
+
+
 def test_data_without_code_is_one_line_and_leaves_nothing(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +347,17 @@ def test_compare_finds_mistakes_before_the_first_run(
         assert main([*argv, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "both").exists()
+
+
+def test_the_seconds_of_a_comparison_take_the_place_of_the_epochs_of_a_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(cli, "_run", lambda command: (commands.append(command), (1, False))[1])
+    argv = ["--data.path", "rows.csv", "--seconds", "30", "--out", str(tmp_path / "both")]
+    assert main(["compare", "classify", *argv]) == 1
+    train = options.parse("compare", "classify", commands[0][6:])[1].train
+    assert (train.epochs, train.steps, train.max_seconds) == (None, None, 30.0)
 
 
 def test_compare_stops_at_a_run_that_fails(

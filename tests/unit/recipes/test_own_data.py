@@ -206,6 +206,21 @@ def test_a_language_model_reads_rows(write: Write, tmp_path: Path) -> None:
     assert sum(data.manifest[part]["bytes"] for part in ("train", "held_out")) == sum(map(len, TEXTS))
 
 
+@pytest.mark.parametrize("name", ["rows.JSONL", "rows.ndjson", "rows.Ndjson.GZ"])
+def test_rows_are_known_by_any_spelling_of_their_suffix(name: str, tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path, [{"text": text} for text in TEXTS])
+    if name.endswith("GZ"):
+        file.write_bytes(gzip.compress(file.read_bytes()))
+    data = read_table("lm", file.rename(tmp_path / name), tmp_path)
+    assert sum(data.manifest[part]["bytes"] for part in ("train", "held_out")) == sum(map(len, TEXTS))
+
+
+def test_a_single_json_value_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    with pytest.raises(DataError, match=r"rows\.json, a single JSON value: write an object a line into a \.jsonl file"):
+        read_table("lm", tmp_path / "rows.json", tmp_path)
+
+
 def test_a_file_that_becomes_one_of_rows_is_read_as_such(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path, [{"text": text} for text in TEXTS]).rename(tmp_path / "rows.txt")
     apart = tmp_path / "apart.txt"

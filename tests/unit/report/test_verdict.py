@@ -42,6 +42,14 @@ def test_a_compressed_run_that_is_behind_is_said_to_be(tmp_path: Path) -> None:
     assert seeds.startswith("One run each")
 
 
+def test_what_was_not_measured_is_neither_better_nor_worse(tmp_path: Path) -> None:
+    run = judged(tmp_path / "run", "comera", {100.0: float("nan")})
+    (tmp_path / "run" / "references.json").write_text('{"loss": {"guessing": 1.0}}')
+    text = of_run(read_run(tmp_path / "run"))
+    assert text.endswith("it cannot be measured on these held-out rows, which may have a single label.")
+    assert run.evals
+
+
 def test_values_are_compared_at_the_end_of_the_shortest_run(tmp_path: Path) -> None:
     runs = {
         "dense": judged(tmp_path / "dense", "dense", {100.0: 5.0, 300.0: 3.0}),

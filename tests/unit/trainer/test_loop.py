@@ -236,6 +236,15 @@ def test_a_finished_run_says_so_and_returns_its_summary(tmp_path: Path, capsys: 
     assert "is finished, 2 steps" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_finished_run_is_not_resumed_as_another(tmp_path: Path) -> None:
+    fit(Tiny(), replace(CONFIG, steps=2), tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for other in ({"steps": 9}, {"seed": 7}):
+        with pytest.raises(ConfigError, match=r"must go on as it was begun \(\w+: expected \d, got \d;"):
+            fit(Tiny(), replace(CONFIG, **{"steps": 2, **other}), tmp_path, resume=True)  # type: ignore[arg-type]
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_finished(tmp_path: Path) -> None:
     summary = fit(Tiny(), replace(CONFIG, steps=2), tmp_path)
     (tmp_path / "summary.json").unlink()

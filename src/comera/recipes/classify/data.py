@@ -35,6 +35,7 @@ from comera.recipes.data.tokenizer import (
     vocabulary_tokenizer,
 )
 
+COLUMNS = "columns.json"  # of a run: the names of its texts and of its label
 FORMAT = 1  # of the cache folders; raise it when their contents, or how they are made, change
 MNLI_LABELS = ("entailment", "neutral", "contradiction")  # 0, 1, 2
 SPLITS = {  # held-out ones by form: the first one that is there
@@ -187,7 +188,7 @@ def find_rows(config: ClassifyDataConfig) -> Found:
     if path.is_file():
         files = {"train": path} | _others(config)
         for part, file in files.items():
-            if not (file.is_file() and file.name.endswith(ROW_SUFFIXES)):
+            if not (file.is_file() and row_suffix(file)):
                 what = "is another file" if file.is_file() else "is no file"
                 raise DataError(
                     f"{_option(part)}: expected a file of rows ({' '.join(ROW_SUFFIXES)}), got {file}, which {what}"

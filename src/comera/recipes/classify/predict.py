@@ -8,16 +8,16 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from tokenizers import Tokenizer
 
 from comera.errors import CheckpointError, ConfigError, DataError
 from comera.files import replace_file
-from comera.recipes.classify.data import PUBLISHED, ClassifyDataConfig
+from comera.recipes.classify.data import COLUMNS, PUBLISHED, ClassifyDataConfig
 from comera.recipes.classify.rows import UNREADABLE, USUAL_LABELS, USUAL_TEXTS, Columns, Skipped, only_column, text_of
 from comera.recipes.classify.task import Reads, scores
 from comera.recipes.data.prepared import ExampleBatch
@@ -28,6 +28,7 @@ from comera.trainer.step import autocast, set_precision_
 
 RECIPES = ("classify", "mnli")
 To = Literal["jsonl", "csv"]
+_Named: TypeAlias = tuple[str | None, str | None, str | None]
 _EMPTY, _OTHER_LABEL = "empty text", "a label that the run does not have"
 
 
@@ -41,7 +42,8 @@ class _Example(NamedTuple):
 
 @dataclass
 class Predictions:
-    """What was predicted: rows; those with a label, and of these the right ones; what was not, by reason."""
+    """What was predicted: rows; those with a label, and of these the right ones; what was not, by reason. guessed: the
+    column of the text, if neither the call nor the run names one that the file has."""
 
     file: Path
     checkpoint: Path
@@ -50,11 +52,14 @@ class Predictions:
     right: int = 0
     skipped: Skipped = field(default_factory=Skipped)
     unknown: Skipped = field(default_factory=Skipped)
+    guessed: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.file}: {self.rows:,} rows predicted by {self.checkpoint}"]
         if self.labeled:
             lines[0] += f"; accuracy {self.right / self.labeled:.4f} on the {self.labeled:,} with a label"
+        if self.guessed is not None:
+            lines.append(f"read {self.guessed!r} as the text, a guess: name the column with --text")
         for what, counted in (("skipped", self.skipped), ("not in the accuracy:", self.unknown)):
             for reason, count in counted.counts.items():
                 lines.append(f"{what} {count:,} rows: {reason} (the first: {counted.first[reason]})")
@@ -100,7 +105,7 @@ def predict(
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     suffixes = (*ROW_SUFFIXES, PARQUET)
-    if not (file.is_file() and file.name.endswith(suffixes)):
+    if not (file.is_file() and file.name.lower().endswith(suffixes)):
         what = "is another file" if file.is_file() else "is no file"
         raise DataError(f"expected a file of rows ({' '.join(suffixes)}), got {file}, which {what}")
     about: Any = trained.model.config
@@ -109,7 +114,9 @@ def predict(
     given = (text, pair, label)
     wanted = [name for name in (*given, *data.named) if name is not None]
     found, rows = open_rows(file, wanted, lambda error: done.skipped.add(UNREADABLE, str(error)))
-    columns, labels = _columns(found, str(file), data, given)
+    known = _known(trained.checkpoint.parents[1], data)
+    columns, labels = _columns(found, str(file), data, given, known)
+    done.guessed = next((name for name in columns.texts if name not in {text, pair, *chain(*known)}), None)
     files = stored_tokenizer(trained.checkpoint.parents[1])
     tokenizer = TextTokenizer(Tokenizer.from_str(files[FILE]), json.loads(files[SETTINGS]))
     cutting = tokenizer.cutting(data.max_length)
@@ -149,14 +156,23 @@ def predict_file(trained: Trained, file: Path, out: Path, *, overwrite: bool = F
     return done[0]
 
 
+def _known(run: Path, data: ClassifyDataConfig) -> list[_Named]:
+    """The columns that training may have read: text, pair and label."""
+    known: list[_Named] = [data.named, *(PUBLISHED.values() if data.form == "mnli" else ())]
+    if (run / COLUMNS).is_file():  # not of runs of earlier versions
+        about = json.loads((run / COLUMNS).read_text("utf-8"))
+        text, pair = (*about["texts"], None)[:2]
+        known.insert(0, (text, pair, about["label"]))
+    return known
+
+
 def _columns(
-    found: list[str], where: str, data: ClassifyDataConfig, given: tuple[str | None, str | None, str | None]
+    found: list[str], where: str, data: ClassifyDataConfig, given: _Named, known: list[_Named]
 ) -> tuple[Columns, str | None]:
-    """The columns of a file: as given, else as the run named them, else as training guesses them; and again that of the
+    """The columns of a file: as given, else as the run read them, else as training guesses them; and again that of the
     label, None where it was not given and is not there."""
     mnli = data.form == "mnli"
-    choices = [data.named, *(PUBLISHED.values() if mnli else ())]
-    named = next((each for each in choices if {*filter(None, each[:2])} <= {*found}), data.named)
+    named = next((each for each in known if {*filter(None, each[:2])} <= {*found}), data.named)
     text, pair, label = (other if own is None else own for own, other in zip(given, named, strict=True))
     if missing := [name for name in (text, pair, given[2]) if name is not None and name not in found]:
         raise DataError(

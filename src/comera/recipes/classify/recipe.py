@@ -2,6 +2,7 @@
 
 Runs in stages, see `comera.recipes.base`; what is learned is in `comera.recipes.classify.task`."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from comera.recipes import base
 from comera.recipes.base import runs
 from comera.recipes.classify import model as encoder
 from comera.recipes.classify.data import (
+    COLUMNS,
     MNLI,
     MNLI_LABELS,
     ClassifyDataConfig,
@@ -223,7 +225,8 @@ class ClassifyTask(base.RecipeTask):
         label, share = data.most_frequent
         self.references = {"accuracy": {f"always {label}": share}}
         tokenizer = data.tokenizer.files(config.data.max_length, *self.reads.inputs)
-        self.files = {**tokenizer, encoder.CONFIG: about.to_json_string(use_diff=True)}
+        columns = {name: data.manifest[name] for name in ("texts", "label")}
+        self.files = {**tokenizer, encoder.CONFIG: about.to_json_string(use_diff=True), COLUMNS: json.dumps(columns)}
 
     def about(self) -> list[str]:
         """What became of the model, in lines to print."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from comera.errors import DataError
 from comera.recipes.data.cache import gather
-from comera.recipes.data.tables import ROW_SUFFIXES, parse_rows, row_suffix
+from comera.recipes.data.tables import parse_rows, row_suffix
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "node_modules", "__pycache__"})
 # fmt: off
@@ -138,6 +138,11 @@ class Corpus:
 def open_corpus(path: Path, option: str, suffixes: tuple[str, ...], reader: Reader, subset: str | None) -> Corpus:
     """The documents of a file, a folder, a folder that `datasets` saved, or a data set of the Hugging Face hub. option:
     that named the path. reader: of texts and rows. subset: of a hub data set."""
+    if path.is_file() and path.name.lower().removesuffix(".gz").endswith(".json"):
+        raise DataError(
+            f"{option}: expected a text or a file of rows, got {path}, a single JSON value: write an object a line "
+            "into a .jsonl file, or name it .txt to train on its characters"
+        )
     if path.exists() and not is_dataset(path):
         sources, skipped = find_files(path, suffixes if path.is_dir() else ("",))
         # the path in the source of a single file does not tell how it is read; that of others does
@@ -233,7 +238,7 @@ class _Text(io.TextIOWrapper):
     """The text of a file, unpacked, with its digest; only a newline ends a line."""
 
     def __init__(self, path: Path) -> None:
-        raw: Any = gzip.open(path) if path.suffix == ".gz" else open(path, "rb")  # noqa: SIM115
+        raw: Any = gzip.open(path) if path.suffix.lower() == ".gz" else open(path, "rb")  # noqa: SIM115
         super().__init__(raw, "utf-8", newline="\n")
         self._digest, self._size = hashlib.blake2b(digest_size=16), 0
 
@@ -279,7 +284,7 @@ def _rows(root: Path, sources: list[Source], reader: Reader, rows: Counter[str])
     for source in sources:
         file = root / source.path
         with _opened(root, source) as text:
-            if file.name.endswith(ROW_SUFFIXES):
+            if row_suffix(file):
                 lines = (line if number else line.removeprefix("\ufeff") for number, line in enumerate(text))
                 for row in parse_rows(file, lines):
                     yield from reader.row(row.values, rows)

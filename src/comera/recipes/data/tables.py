@@ -1,6 +1,6 @@
 """Rows of data in files: JSON lines, CSV and TSV, plain or gzipped. The first row of a table names its columns.
 
-.jsonl   a JSON object in each line
+.jsonl   a JSON object in each line, also .ndjson
 .csv     fields between commas; a field in double quotes may hold commas and newlines
 .tsv     fields between tabs, as in GLUE: quotes are ordinary characters
 .parquet columns by name; `read_rows` alone reads it
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from comera.errors import DataError
 
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", *TABLE_SUFFIXES)
 PARQUET = ".parquet"
 FIRST_ROWS = 1000
 
@@ -44,7 +44,7 @@ def refuse(error: DataError) -> None:
 def read_rows(file: Path, bad: Bad = refuse) -> Iterator[Row]:
     """The rows of a file. bad: for single rows that do not parse, which are skipped. Raises DataError, with file and
     line, for unreadable files."""
-    return _parquet(file) if file.suffix == PARQUET else parse_rows(file, read_lines(file), bad)
+    return _parquet(file) if file.suffix.lower() == PARQUET else parse_rows(file, read_lines(file), bad)
 
 
 def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[Row]:
@@ -52,14 +52,14 @@ def parse_rows(file: Path, lines: Iterable[str], bad: Bad = refuse) -> Iterator[
     file and line, for a line that is no JSON object and a row with more or fewer fields than the header; by default it
     raises. Raises one for a table without a header or with a column named twice, and for quotes that are opened and not
     closed in their line."""
-    name = file.name.removesuffix(".gz")
+    name = file.name.lower().removesuffix(".gz")
     if _is_table(name):
         return _table(file, lines, "\t" if name.endswith(".tsv") else ",", bad)
     return _json(file, lines, bad)
 
 
 def _is_table(name: str) -> bool:
-    return name.endswith(TABLE_SUFFIXES)
+    return name.lower().endswith(TABLE_SUFFIXES)
 
 
 def _parquet(file: Path) -> Iterator[Row]:
@@ -118,7 +118,11 @@ def open_rows(file: Path, wanted: Iterable[str], bad: Bad) -> tuple[list[str], I
     for row in rows:
         first.append(row)
         found |= dict.fromkeys(row.values)
-        if file.suffix == PARQUET or _is_table(file.name) or (len(first) >= FIRST_ROWS and wanted <= found.keys()):
+        if (
+            file.suffix.lower() == PARQUET
+            or _is_table(file.name)
+            or (len(first) >= FIRST_ROWS and wanted <= found.keys())
+        ):
             break
     if not found:
         raise DataError(f"{file}: expected rows, got none that can be read: check this file")
@@ -171,7 +175,8 @@ def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, l
 
 def row_suffix(file: Path) -> str:
     """How a file of rows is read, by its name: a member of ROW_SUFFIXES without .gz; "" for what has no rows."""
-    return next((each for each in ROW_SUFFIXES if file.name.removesuffix(".gz").endswith(each)), "")
+    name = file.name.lower().removesuffix(".gz")
+    return next((each for each in ROW_SUFFIXES if name.endswith(each)), "")
 
 
 def comma_reader(lines: Iterable[str], *, strict: bool = True) -> Any:
@@ -185,7 +190,7 @@ def read_lines(file: Path) -> Iterator[str]:
     other separators. Raises DataError, with file and line, for what is not UTF-8 or cannot be read."""
     number = 0
     try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as raw:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else open(file, "rb") as raw:
             for number, line in enumerate(raw, 1):
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:

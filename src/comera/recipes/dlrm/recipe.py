@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from comera.baselines import TABLE_METHODS, Conversion, Method, smaller_tables_
 from comera.convert import TT, TTM, TensorizeConfig, tensorize_
 from comera.errors import ConfigError, check_fields
-from comera.files import replace_file
 from comera.memory.estimate import MemoryEstimate, check_memory
 from comera.memory.estimate import estimate as estimate_step
 from comera.optim.names import OPTIMIZERS
@@ -175,19 +174,22 @@ def click_loss(model: nn.Module, batch: ClickBatch) -> Tensor:
 
 
 class DLRMTask(base.RecipeTask):
-    """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. part: of the
-    data to evaluate on."""
+    """Click prediction, as a task for `comera.trainer.loop.fit`. first: steps that earlier runs trained. files: of the
+    run's folder, text by name. part: of the data to evaluate on."""
 
     counted = "samples"
     part: Literal["validation", "test"] = "validation"
     config: DLRMTaskConfig
     data: ClickData
 
-    def __init__(self, config: DLRMTaskConfig, data: ClickData, first: int = 0) -> None:
+    def __init__(
+        self, config: DLRMTaskConfig, data: ClickData, first: int = 0, *, files: Mapping[str, str] | None = None
+    ) -> None:
         settings = {"shuffle": data.shuffle, "first_step": first, "table_sizes": list(data.table_sizes)}
         identity = {f"data.{name}": value for name, value in settings.items()}
         super().__init__(config, data, partial(build_model, table_sizes=data.table_sizes), first, identity=identity)
         self.steps_per_epoch = self.epoch_length()
+        self.files = files or {}
         self.references = {"nce": {"click rate alone": 1.0}}  # by the definition of normalized entropy
 
     def eval_batches(self) -> Iterator[ClickBatch]:
@@ -229,12 +231,9 @@ def run(config: DLRMTaskConfig, *, resume: bool = False) -> Summary:
     data = prepare(config.data, quiet=not main)
     steps = estimate(config, ("dense", config.method))  # before anything is written: the budget may be too small
     check_memory(steps[config.method], config.train.device, f"method={config.method}")
-    if main:
-        content = to_json({method: step.parts for method, step in steps.items()}) + "\n"
-        for folder in runs(config).values():  # for the report: estimated bytes by method and part
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "memory.json", content)
-    return base.fit_stages(config, partial(DLRMTask, config, data), resume=resume)
+    # for the report: estimated bytes by method and part
+    files = {"memory.json": to_json({method: step.parts for method, step in steps.items()}) + "\n"}
+    return base.fit_stages(config, partial(DLRMTask, config, data, files=files), resume=resume)
 
 
 def estimate(config: DLRMTaskConfig, methods: Sequence[Method] = METHODS) -> dict[str, MemoryEstimate]:
