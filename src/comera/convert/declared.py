@@ -8,42 +8,73 @@ works on the attributes alone; it does not import transformers.
 
 import re
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from comera.errors import ConversionError
 from comera.nn.ngram import NGramEmbedding
-from comera.nn.tensor_train import CompressedLayer
+from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
 
 class DeclaredTies(NamedTuple):
-    """Declaration of one model or submodel: pairs target -> source of full parameter names, and the swapped layers."""
+    """Declaration of one model or submodel: pairs target -> source of full parameter names, and the swapped layers.
+
+    hidden: declared pairs that name no parameters, as those of layers that PEFT has put a wrapper around.
+    """
 
     model: Any
     pairs: Mapping[str, str]
+    hidden: Mapping[str, str]
     swapped: frozenset[str]
 
-    def layer_of(self, parameter: str) -> str | None:
-        """Path of the swapped layer that has this parameter as its weight, dense or in cores; None for any other."""
-        for path in self.swapped:
-            leaf = parameter.removeprefix(path + ".")
-            if leaf != parameter and (leaf == "weight" or leaf.startswith("tt.")):
-                return path
-        return None
+    def layers_of(self, parameter: str) -> tuple[str, list[str]]:
+        """Path of the layer that has this parameter as its weight, dense or in cores, and those of the swapped layers
+        there: itself, or what its wrapper holds."""
+        layer = re.sub(r"\.(weight|tt\..*)$", "", parameter)
+        if layer == parameter:
+            return layer, []
+        return layer, [p for p in self.swapped if p == layer] or [p for p in self.swapped if p.startswith(f"{layer}.")]
 
 
 def read_ties(model: nn.Module, swapped: Mapping[nn.Module, nn.Module]) -> list[DeclaredTies]:
     """The declarations of a model and its submodels. Call it before the swap."""
     found = []
     for module in model.modules():
-        expand = getattr(module, "get_expanded_tied_weights_keys", None)
-        if expand is not None and isinstance(getattr(module, "_tied_weights_keys", None), Mapping):
-            pairs = expand(all_submodels=False)
+        pairs, hidden = _expanded(module)
+        if pairs or hidden:
             paths = frozenset(path for path, m in module.named_modules(remove_duplicate=False) if m in swapped)
-            if pairs and paths:
-                found.append(DeclaredTies(module, pairs, paths))
+            if paths:
+                found.append(DeclaredTies(module, pairs, hidden, paths))
     return found
+
+
+def _expanded(module: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Pairs of parameter names that a model declares as tied, and as declared those that name none.
+
+    As `get_expanded_tied_weights_keys` of transformers, which raises if there is one of the latter.
+    """
+    pairs: dict[str, str] = {}
+    hidden: dict[str, str] = {}
+    declared = getattr(module, "_tied_weights_keys", None)
+    if not hasattr(module, "get_expanded_tied_weights_keys") or not isinstance(declared, Mapping):
+        return pairs, hidden
+    if not getattr(module.config, "tie_word_embeddings", False):
+        return pairs, hidden
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    names = sorted({name for name, _ in tensors})
+    plain = _are_plain(declared)
+    for target, source in declared.items():
+        targets, sources = (
+            [name for name in names if (name == key if plain else re.search(f"^{key}", name))]
+            for key in (target, source)
+        )
+        if not targets or not sources or len(targets) % len(sources):
+            hidden[target] = source
+        else:
+            pairs |= {one: pairs.get(other, other) for one, other in zip(targets, cycle(sources), strict=False)}
+    return pairs, hidden
 
 
 def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
@@ -52,33 +83,57 @@ def rewrite_ties(model: nn.Module, declared: list[DeclaredTies]) -> None:
     for ties in declared:
         pairs: dict[str, str] = {}
         trains: dict[str, str] = {}
-        for target, source in ties.pairs.items():
-            paths = ties.layer_of(target), ties.layer_of(source)
-            if paths == (None, None):
-                pairs[target] = source
-            elif paths[0] is not None and paths[1] is not None:
-                layers = [ties.model.get_submodule(path) for path in paths]
-                # what ties share: the tensor train of a compressed layer, the weight of a dense one
-                names = ["tt" if isinstance(layer, CompressedLayer) else "weight" for layer in layers]
-                a, b = map(getattr, layers, names)
-                if a is b:
-                    kind = trains if names[0] == "tt" else pairs
-                    kind[f"{paths[0]}.{names[0]}"] = f"{paths[1]}.{names[1]}"
-        if trains or ties.pairs != ties.model._tied_weights_keys:  # it reads patterns, and from the start of a name
+        kept: dict[str, str] = {}
+        hidden = {_plain(target): (target, source) for target, source in ties.hidden.items()}
+        for target, source in (*ties.pairs.items(), *((name, _plain(source)) for name, (_, source) in hidden.items())):
+            (at, here), (by, there) = ties.layers_of(target), ties.layers_of(source)
+            if not here and not there:
+                if target in hidden:
+                    kept |= [hidden[target]]
+                else:
+                    pairs[target] = source
+                continue
+            held = [{_held(ties.model.get_submodule(path)) for path in paths} for paths in (here, there)]
+            for shared in held[0] & held[1]:
+                if isinstance(shared, TensorTrain):
+                    trains[f"{at}.tt"] = f"{by}.tt"
+                else:
+                    pairs[f"{at}.weight"] = f"{by}.weight"
+        same = not trains and pairs | kept == ties.model._tied_weights_keys
+        if not same and (trains or not _are_plain(pairs | kept)):  # it reads patterns, and from the start of a name
             pairs = {_exactly(target): _exactly(source) for target, source in pairs.items()}
             pairs |= {rf"{re.escape(target)}\.": rf"{re.escape(source)}\." for target, source in trains.items()}
-        ties.model._tied_weights_keys = pairs
-        if not pairs:
+        ties.model._tied_weights_keys = pairs | kept
+        if not pairs and not kept:
             ties.model.config.tie_word_embeddings = False
     if declared:
         for module in model.modules():
             if "all_tied_weights_keys" in vars(module):
-                expand: Any = module.get_expanded_tied_weights_keys
-                module.all_tied_weights_keys = expand(all_submodels=True)
+                module.all_tied_weights_keys = {  # type: ignore[assignment]
+                    f"{path}.{target}".removeprefix("."): f"{path}.{source}".removeprefix(".")
+                    for path, part in module.named_modules(remove_duplicate=False)
+                    for target, source in _expanded(part)[0].items()
+                }
+
+
+def _held(layer: Any) -> TensorTrain | nn.Parameter:
+    """What ties share: the tensor train of a compressed layer, the weight of a dense one."""
+    held: TensorTrain | nn.Parameter = layer.tt if isinstance(layer, CompressedLayer) else layer.weight
+    return held
+
+
+def _are_plain(declared: Mapping[str, str]) -> bool:
+    """Whether transformers takes all of these for names, and none for a pattern."""
+    return all(re.match(r"^[A-Za-z0-9_\.]+(weight)|(bias)$", name) for pair in declared.items() for name in pair)
 
 
 def _exactly(name: str) -> str:
     return f"{re.escape(name)}$"
+
+
+def _plain(pattern: str) -> str:
+    """The name, or the start of names, that `rewrite_ties` has made a pattern of; names stay the same."""
+    return re.sub(r"\\(.)", r"\1", pattern.removesuffix("$"))
 
 
 class Resize:

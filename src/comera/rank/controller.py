@@ -326,10 +326,28 @@ class RankController:
         return {**asdict(self._state), "loss": mean, "losses": steps, "losses_left_out": skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict`, after the model's own. Raises RankError if it is not one of a RankController."""
+        """Restore a `state_dict`, after the model's own; a late stage that has begun keeps its target.
+
+        Warns if that is not this controller's target. Raises RankError if it is not one of a RankController.
+        """
         self._state = RankState.of(state)
+        self._warn_of_another_target()
         self._losses = LossMean(self._state.loss, self._state.losses, self._state.losses_left_out)
         follow_state_(self.model)
+
+    def _warn_of_another_target(self) -> None:
+        asked, kept, began = self.late.target_size, self._state.target_size, self._state.switch_size
+        if kept is None or asked is None or isinstance(asked, str):  # bytes depend on the dtypes of that time
+            return
+        wanted = asked * began if isinstance(asked, float) else asked
+        counted = sum(train.late_from or 0 for train in self._trains)
+        elsewhere = isinstance(asked, float) and counted not in (0, began)  # an earlier stage, from which it counts
+        if abs(wanted - kept) > 1 and not elsewhere:
+            warnings.warn(
+                f"LateStage.target_size is {asked!r}, but the late stage that goes on has a target of {kept:,} of "
+                f"{began:,} parameters, and keeps it: for another one load the model alone, or round_ it in the end",
+                stacklevel=3,
+            )
 
     def _sizes(self) -> list[int]:
         """Parameters that pruning would leave of each tensor train. Synchronizes."""

@@ -17,6 +17,8 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    T5Config,
+    T5EncoderModel,
 )
 
 from comera import BTT, TT, TTM, TensorizeConfig, load_pretrained, tensorize_
@@ -410,6 +412,48 @@ def test_hooks_go_along_to_a_serving_copy_and_another_forward_is_refused() -> No
     model[2].forward = lambda x: 3 * own(x)
     with pytest.raises(ConversionError, match="with the forward of its class, got one with another"):
         serving_copy(model)
+
+
+class Cast(nn.Module):
+    """Casts its input to the dtype of a layer's weight, as parts of T5 and CLIP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+@pytest.mark.parametrize("form", [TT(order=4, rank=6), BTT(rank=2)], ids=["tt", "btt"])
+def test_a_program_that_reads_the_dtype_of_a_weight_does_not_make_it(form: TT | BTT, tmp_path: Path) -> None:
+    model, x = Cast(), torch.randn(3, 64)
+    tensorize_(model, TensorizeConfig(linear=form))
+    written = export_program(model, [x], tmp_path / "cast")
+    loaded = torch.export.load(written.path / "model.pt2")
+    close(loaded.module()(x), model(x))
+    made = [node.meta["val"] for node in loaded.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert not any(tensor.numel() == 64 * 96 for tensor in made)
+
+
+def test_a_program_of_a_t5(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    model = T5EncoderModel(T5Config(vocab_size=300, **sizes)).eval()
+    tensorize_(model, ratio=1.5)
+    written = export_program(model, {"input_ids": ids(2, 9)}, tmp_path / "t5")
+    outputs = torch.export.load(written.path / "model.pt2").module()(input_ids=ids(3, 9))
+    close(outputs["last_hidden_state"], model(ids(3, 9)).last_hidden_state)
+
+
+def test_weights_of_inference_layers_are_those_of_the_layers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Conv2d(8, 16, 3), nn.Embedding(60, 32, padding_idx=1))
+    tensorize_(model, TensorizeConfig(TT(order=4, rank=6), TTM(rank=6), conv=TT(order=2, rank=4)))
+    layers = [*model, BTTLinear(btt((3, 4), (5, 7), 2)), nn.EmbeddingBag(60, 32, mode="sum")]
+    for layer, served in zip(layers, serving_copy(nn.Sequential(*layers)), strict=True):
+        assert type(served) is not type(layer)
+        torch.testing.assert_close(served.weight, layer.weight)
 
 
 class Masked(nn.Module):

@@ -8,7 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from comera.convert import BTT, TT, TTM, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
@@ -129,3 +137,48 @@ def test_an_adapter_of_a_transposed_weight_is_merged_transposed(dora: bool) -> N
     materialize_(model)
     torch.testing.assert_close(model(IDS).logits, out)
     torch.testing.assert_close(model.merge_and_unload()(IDS).logits, out)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+# PEFT warns of adapters and copies of tied layers
+TIED = pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning", "ignore:.* is deprecated:FutureWarning")
+
+
+@TIED
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"]},
+    ],
+    ids=["head_saved", "table_saved", "table_adapted"],
+)
+def test_a_tie_that_peft_has_wrapped_is_made_dense_and_declared_as_before(wrapped: dict[str, list[str]]) -> None:
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=60, **SIZES, tie_word_embeddings=True)).eval()
+    declared = base._tied_weights_keys
+    tensorize_(base, CONFIG)
+    model = get_peft_model(base, with_compressed(LoraConfig(r=3, **wrapped))).eval()
+    out = model(IDS).logits
+    materialize_(model)
+    torch.testing.assert_close(model(IDS).logits, out)
+    assert base._tied_weights_keys == declared
+    assert base.config.tie_word_embeddings
+    torch.testing.assert_close(model.merge_and_unload()(IDS).logits, out)
+
+
+@TIED
+def test_a_tied_table_with_an_adapter_is_compressed_and_stays_tied() -> None:
+    torch.manual_seed(0)
+    base = BertForMaskedLM(BertConfig(vocab_size=60, **SIZES))
+    model = get_peft_model(base, LoraConfig(r=3, target_modules=["word_embeddings"]))
+    tensorize_(model, CONFIG)
+    table = base.bert.embeddings.word_embeddings.base_layer
+    assert base.cls.predictions.decoder.tt is table.tt
+    materialize_(model)
+    merged = model.merge_and_unload()
+    assert merged.get_expanded_tied_weights_keys() == {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    }

@@ -176,6 +176,16 @@ def test_load_pretrained_reads_the_folder(tmp_path: Path) -> None:
     assert torch.equal(logits(comera.load_pretrained(other, tmp_path)), logits(model))
 
 
+@pytest.mark.parametrize("dense", ["lm_head", "model.embed_tokens"])
+def test_load_pretrained_reads_a_folder_in_which_a_tie_was_cut(dense: str, tmp_path: Path) -> None:
+    model = llama(tied=True)
+    comera.tensorize_(model, comera.TensorizeConfig(comera.TT(rank=4), comera.TTM(rank=4), overrides={dense: None}))
+    model.save_pretrained(tmp_path)
+    loaded = comera.load_pretrained(llama(tied=True), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.config.tie_word_embeddings is False
+
+
 def test_a_model_that_transformers_stores_under_other_names(tmp_path: Path) -> None:
     def build() -> MixtralForCausalLM:
         sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}

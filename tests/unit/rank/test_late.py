@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -351,6 +352,20 @@ def test_a_resumed_late_stage_goes_on_to_the_bit(shrink: Any) -> None:
     assert train(other, resumed, resumed_optimizer, 50) == expected
     assert resumed.size() == controller.size()
     assert resumed.state_dict() == controller.state_dict()
+
+
+@pytest.mark.parametrize(("other", "said"), [(0.25, True), (90, True), (0.5, False), ("1kB", False)])
+def test_another_target_of_a_resumed_stage_is_not_taken_in_silence(other: Any, said: bool) -> None:
+    model, controller, _ = begun(LateStage(target_size=0.5))
+    controller.start_late()
+    resumed = RankController(model, late=LateStage(target_size=other))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        resumed.load_state_dict(controller.state_dict())
+    assert resumed.target_size == controller.target_size
+    assert [f"LateStage.target_size is {other!r}, but the late stage" in str(each.message) for each in caught] == [
+        True
+    ] * said
 
 
 def test_canonical_form_refuses_parameters_that_are_not_finite() -> None:
