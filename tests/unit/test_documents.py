@@ -170,6 +170,8 @@ def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path:
     left = {"--config": (options.get("--config"), "{}")}  # files that an earlier command would have left
     if argv[0] == "compare" and "--resume" in argv:
         left["--out"] = f"{options['--out']}/arguments.json", "[]"
+    if argv[0] == "train" and {"--out", "--resume"} <= set(argv):
+        left["--out"] = f"{options['--out']}/config.yaml", "{}"
     for name, text in left.values():
         if name is not None:
             Path(name).parent.mkdir(parents=True, exist_ok=True)

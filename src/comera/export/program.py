@@ -201,9 +201,23 @@ def _trace(model: nn.Module, inputs: Inputs, shapes: Any, dense: bool) -> tuple[
                 f"torch.export cannot trace this {type(model).__name__} ({_reason(error)}): export its weights "
                 "instead, or remove branches on values and sizes of tensors from its forward"
             ) from error
+    _remove_unused(program)
     named = isinstance(outputs, dict) and all(isinstance(value, Tensor) for value in outputs.values())
     names = list(outputs) if named else [f"output_{k}" for k in range(len(tensors(outputs)))]
     return program, names if len(names) > 1 or named else ["output"]
+
+
+def _remove_unused(program: ExportedProgram) -> None:
+    """Remove what no output needs, such as dense weights of which a forward reads the dtype only.
+
+    Assertions on the dtypes of intermediate results would keep it; those follow from the inputs, whose assertions stay.
+    """
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default and node.args[0].op != "placeholder":
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
 
 
 def _plain_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:

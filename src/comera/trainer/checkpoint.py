@@ -204,11 +204,18 @@ def take_over(source: Path, model: nn.Module, optimizer: Optimizer, controller: 
     """Restore model (with its ranks), optimizer and controller from another run; returns that run's progress.
 
     source: the run's folder, for its last checkpoint, or the folder of a checkpoint. That run's configuration and
-    random state do not matter. Raises CheckpointError as `load_checkpoint` does, with nothing changed.
+    random state do not matter. Raises ConfigError for a new target where the late stage has begun, and CheckpointError
+    as `load_checkpoint` does, with nothing changed.
     """
     source = Path(source)
     folder = source if (source / TRAINER).is_file() else find_checkpoint(source)
     trainer = read_trainer(folder)
+    if controller and controller.late.target_size is not None and (trainer.controller or {}).get("target_size"):
+        raise ConfigError(
+            f"train.late.target_size is {controller.late.target_size!r}, but the run in {source} is in its late stage "
+            f"already, with a target of {trainer.controller['target_size']:,} parameters: omit the new target to keep "
+            "that one, or start from a run in its early stage"
+        )
     _load_state(folder, trainer, model, optimizer, controller)
     return trainer.progress
 

@@ -292,22 +292,15 @@ def _resume(state: TrainState, start_from: Path | str | None) -> None:
         step, size = take_over(Path(start_from), *loaded).step, model_size(state.model)
         state.progress.start_from = {"step": step, "parameters": size.total, "tensorized": size.tensorized}
     if controller and config.late.target_size is not None:
-        _check_late_stage(config, controller, start_from)
+        _check_late_stage(config, start_from)
         if not config.late.starts:
             controller.start_late()
 
 
-def _check_late_stage(config: TrainConfig, controller: RankController, start_from: Path | str | None) -> None:
-    """Raise ConfigError where a new run cannot begin its late stage: it has begun, or nothing will start it."""
-    target = f"train.late.target_size is {config.late.target_size!r}"
-    if controller.stage == "late":
-        raise ConfigError(
-            f"{target}, but the run in {start_from} is in its late stage already, with a target of "
-            f"{controller.target_size:,} parameters: omit the new target to keep that one, or start from a run in its "
-            "early stage"
-        )
+def _check_late_stage(config: TrainConfig, start_from: Path | str | None) -> None:
+    """Raise ConfigError where nothing will start the late stage of a new run."""
     if not config.late.starts and start_from is None:
         raise ConfigError(
-            f"{target}, but nothing starts the late stage: set train.late.start_step, start_epoch or plateau, "
-            "or start from a run that has finished its early stage"
+            f"train.late.target_size is {config.late.target_size!r}, but nothing starts the late stage: set "
+            "train.late.start_step, start_epoch or plateau, or start from a run that has finished its early stage"
         )
