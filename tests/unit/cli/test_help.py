@@ -28,7 +28,10 @@ def value_of(config: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_short_help_fits_a_screen_and_is_true(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_help_fits_a_screen_and_is_true(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="0"):
         main(["train", name, "--help"])
     text = capsys.readouterr().out
@@ -61,6 +64,10 @@ def test_the_short_help_fits_a_screen_and_is_true(name: str, capsys: pytest.Capt
     for line in text.partition("examples:\n")[2].splitlines():
         command, recipe_name, *argv = shlex.split(line)[1:]
         assert (command, recipe_name) == ("train", name)
+        if "--resume" in argv:  # of a run that is there
+            run = tmp_path / argv[argv.index("--out") + 1]
+            run.mkdir(parents=True)
+            (run / "config.yaml").write_text("{}")
         options.parse(command, recipe_name, argv)
 
 

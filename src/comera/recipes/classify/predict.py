@@ -21,7 +21,7 @@ from comera.recipes.classify.data import COLUMNS, PUBLISHED, ClassifyDataConfig
 from comera.recipes.classify.rows import UNREADABLE, USUAL_LABELS, USUAL_TEXTS, Columns, Skipped, only_column, text_of
 from comera.recipes.classify.task import Reads, scores
 from comera.recipes.data.prepared import ExampleBatch
-from comera.recipes.data.tables import PARQUET, ROW_SUFFIXES, Row, open_rows
+from comera.recipes.data.tables import PARQUET, ROW_SUFFIXES, Row, open_rows, row_suffix
 from comera.recipes.data.tokenizer import FILE, SETTINGS, TextTokenizer, stored_tokenizer
 from comera.recipes.trained import Trained
 from comera.trainer.step import autocast, set_precision_
@@ -104,10 +104,9 @@ def predict(
         )
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-    suffixes = (*ROW_SUFFIXES, PARQUET)
-    if not (file.is_file() and file.name.lower().endswith(suffixes)):
+    if not (file.is_file() and (row_suffix(file) or file.suffix.lower() == PARQUET)):
         what = "is another file" if file.is_file() else "is no file"
-        raise DataError(f"expected a file of rows ({' '.join(suffixes)}), got {file}, which {what}")
+        raise DataError(f"expected a file of rows ({' '.join((*ROW_SUFFIXES, PARQUET))}), got {file}, which {what}")
     about: Any = trained.model.config
     names = [str(about.id2label[k]) for k in range(about.num_labels)]
     done, data = Predictions(file, trained.checkpoint), trained.config.data

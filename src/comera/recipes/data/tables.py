@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from comera.errors import DataError
 
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
-ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", *TABLE_SUFFIXES)
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", *TABLE_SUFFIXES)
 PARQUET = ".parquet"
 FIRST_ROWS = 1000
 
@@ -176,6 +176,7 @@ def _commas(file: Path, lines: Iterable[str], bad: Bad) -> Iterator[tuple[int, l
 def row_suffix(file: Path) -> str:
     """How a file of rows is read, by its name: a member of ROW_SUFFIXES without .gz; "" for what has no rows."""
     name = file.name.lower().removesuffix(".gz")
+    name = name.removesuffix(".ndjson") + ".jsonl" if name.endswith(".ndjson") else name  # another name of it
     return next((each for each in ROW_SUFFIXES if name.endswith(each)), "")
 
 
