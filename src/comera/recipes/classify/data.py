@@ -443,16 +443,23 @@ def _write_part(
     }
 
 
+def columns(data: PreparedExamples, config: ClassifyDataConfig) -> dict[str, Any]:
+    """The columns that were read: of "texts" and of the "label". mnli, before it was a form of classify, did not note
+    them in what it prepared; they are those that it reads."""
+    noted = {"texts": config.named[:2], "label": config.label} | data.manifest
+    return {name: noted[name] for name in ("texts", "label")}
+
+
 def _about(data: PreparedExamples, config: ClassifyDataConfig) -> Iterator[str]:
     """What was read, guessed, skipped and cut."""
     parts = {name: name for name in ("train", "dev", "test")}
-    # of data that mnli prepared before it was a form of classify
-    before: dict[str, Any] = {"texts": config.named[:2], "label": config.label, "guessed": [], "names": parts}
-    manifest = before | {"long_words": 0} | data.manifest
-    columns = [*(f"text {name!r}" for name in manifest["texts"]), f"label {manifest['label']!r}"]
+    before: dict[str, Any] = {"guessed": [], "names": parts, "long_words": 0}  # of data that mnli prepared
+    manifest = before | data.manifest
+    read = columns(data, config)
+    named = [*(f"text {name!r}" for name in read["texts"]), f"label {read['label']!r}"]
     guessed = " and ".join(manifest["guessed"])
     note = f" ({guessed} guessed; data.text and data.label name others)" if guessed else ""
-    yield f"columns: {', '.join(columns)}{note}"
+    yield f"columns: {', '.join(named)}{note}"
     sizes = [f"{data.train_size:,} examples to train on", f"{data.dev_size:,} held out"]
     sizes += [f"{len(data.test):,} to test on"] if data.test else []
     names = ", ".join(data.label_names[:10]) + (", ..." if len(data.label_names) > 10 else "")

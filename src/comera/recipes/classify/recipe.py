@@ -29,6 +29,7 @@ from comera.recipes.classify.data import (
     MNLI_LABELS,
     ClassifyDataConfig,
     PreparedExamples,
+    columns,
     find_tokenizer,
     prepare,
 )
@@ -225,8 +226,8 @@ class ClassifyTask(base.RecipeTask):
         label, share = data.most_frequent
         self.references = {"accuracy": {f"always {label}": share}}
         tokenizer = data.tokenizer.files(config.data.max_length, *self.reads.inputs)
-        columns = {name: data.manifest[name] for name in ("texts", "label")}
-        self.files = {**tokenizer, encoder.CONFIG: about.to_json_string(use_diff=True), COLUMNS: json.dumps(columns)}
+        read = json.dumps(columns(data, config.data))
+        self.files = {**tokenizer, encoder.CONFIG: about.to_json_string(use_diff=True), COLUMNS: read}
 
     def about(self) -> list[str]:
         """What became of the model, in lines to print."""
