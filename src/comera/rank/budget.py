@@ -24,7 +24,7 @@ from comera.ops.dtypes import merge_dtype
 from comera.rank.allocate import allocate
 from comera.rank.copies import Copies, trains_of_copies
 from comera.rank.ngrams import NGramGates
-from comera.rank.optimizer_state import reset_state_
+from comera.rank.optimizer_state import check_cuttable, reset_state_
 from comera.rank.prune import CutPlan, Cutting
 from comera.rank.report import RankReport, RankRow
 from comera.rank.target import check_multiple, target_of
@@ -154,6 +154,7 @@ def canonicalize_(
     """
     trains = [train for train in trains if not isinstance(train.spec, NGramSpec)]  # whose gates are as they are
     check_roundable(trains)
+    check_cuttable(optimizers)
     with _one_thread():
         found = [(train, _rounded("a tensor train", train)) for train in trains]
     for train, canonical in found:

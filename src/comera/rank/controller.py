@@ -41,7 +41,7 @@ from comera.rank.copies import Copies, trains_of_copies, warn_of_strays
 from comera.rank.importance import update_importance_, zero_gates_
 from comera.rank.loss_mean import LossMean
 from comera.rank.objective import EarlyStage, LateStage, late_budget, loss_behind
-from comera.rank.optimizer_state import parameters_of, rates_overwritten, unwrap
+from comera.rank.optimizer_state import check_cuttable, parameters_of, rates_overwritten, unwrap
 from comera.rank.prune import prune_
 from comera.rank.report import RankReport
 from comera.rank.size import SizeTable, size_tables, unpruned_ranks, unpruned_size
@@ -137,9 +137,10 @@ class RankController:
         """Adapt at each step of `optimizer`, for the parameters that it holds; returns self.
 
         Several optimizers can be attached. The first fixes Ŝ_0, the size that γ is relative to, unless
-        `load_state_dict` has restored it. Raises RankError for an optimizer that is already attached or that holds no
-        parameter of the tensor trains.
+        `load_state_dict` has restored it. Raises RankError for an optimizer that is already attached, that holds no
+        parameter of the tensor trains, or whose state cannot be cut (LBFGS).
         """
+        check_cuttable([optimizer])
         attached, optimizer = optimizer, unwrap(optimizer)
         if optimizer in self._hooks:
             raise RankError(f"this {type(optimizer).__name__} is attached already: attach each optimizer once")

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adagrad, Optimizer
+from torch.optim import LBFGS, Adagrad, Optimizer
 
 from comera.errors import RankError
 
@@ -41,6 +41,17 @@ def parameters_of(optimizer: Optimizer) -> set[Tensor]:
     return {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
 
 
+def check_cuttable(optimizers: Iterable[Optimizer]) -> None:
+    """Raise RankError for an optimizer whose state is that of all its parameters together, as one vector."""
+    for optimizer in _with_state(optimizers):
+        if isinstance(optimizer, LBFGS):
+            raise RankError(
+                f"{type(optimizer).__name__} keeps one history of all its parameters, which can be neither cut nor "
+                "brought into another basis with some of them: adapt ranks with another optimizer (AdamW), then prune "
+                "without passing this one, and create it for the model that is left (nothing was changed)"
+            )
+
+
 def rates_overwritten(optimizer: Optimizer) -> bool:
     """Whether all groups have one rate before their schedule, where `comera.param_groups` gave them different ones.
     Of rates in tensors it is not known."""
@@ -71,8 +82,9 @@ def cut_state(
 
     Every state tensor of its parameter's shape is cut with it, and so are Adafactor's means over its last dimensions;
     scalars stay. Other factored state is cut by its optimizer's method `edited_state`. Raises RankError for any other
-    shape.
+    shape, or for LBFGS.
     """
+    check_cuttable(optimizers)
     updates = []
     for optimizer in _with_state(optimizers):
         for parameter, cut in cuts.items():

@@ -14,9 +14,11 @@ from comera.nn.embedding import TTMEmbedding, TTMProjection
 from comera.nn.linear import TTLinear
 from comera.optim.adamw import AdamW
 from comera.optim.param_groups import param_groups
+from comera.rank.budget import round_
 from comera.rank.controller import RankController
 from comera.rank.importance import STATE
 from comera.rank.objective import EarlyStage, LateStage
+from comera.rank.prune import prune_
 from comera.rank.size import SizeTable
 from comera.tt.spec import TTMSpec, TTSpec
 
@@ -282,6 +284,19 @@ def test_what_cannot_be_attached_is_refused() -> None:
         controller.attach(torch.optim.SGD(model.norm.parameters(), lr=0.1))
     with pytest.raises(RankError, match="compressed layers, got Linear without any"):
         RankController(nn.Linear(2, 2))
+
+
+def test_an_optimizer_with_one_history_of_all_parameters_is_refused_before_anything_changes() -> None:
+    model = Tied()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-3)
+    optimizer.step(lambda: backward(model))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(RankError, match=r"LBFGS keeps one history.*AdamW"):
+        RankController(model).attach(optimizer)
+    for change in (lambda: round_(model, 0.5, optimizers=[optimizer]), lambda: prune_(model, [optimizer])):
+        with pytest.raises(RankError, match="nothing was changed"):
+            change()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_observe_averages_the_losses_detached_and_refuses_unreduced_ones() -> None:
