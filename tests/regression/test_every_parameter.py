@@ -27,6 +27,7 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from comera.adapters import TTAdapter, adapt_, merge_adapters_, remove_adapters_
 from comera.convert import TT, TTM, LayerRow, TensorizeConfig, materialize_, tensorize_
 from comera.errors import ConversionError
 from comera.fusion import fuse_
@@ -219,6 +220,18 @@ def test_resizing_where_only_other_layers_are_compressed_works() -> None:
     tensorize_(model, TensorizeConfig(SMALL.linear, None, {"lm_head": None}))
     model.resize_token_embeddings(300, mean_resizing=False)
     assert logits(model).shape[-1] == model.config.vocab_size == 300
+
+
+@pytest.mark.parametrize("without", [remove_adapters_, merge_adapters_])
+def test_an_adapted_head_is_not_resized_away(without: Callable[[nn.Module], nn.Module]) -> None:
+    model = llama()
+    adapt_(model, TTAdapter(rank=4), targets="lm_head")
+    with pytest.raises(ConversionError, match=r"the head of LlamaForCausalLM.*merge_adapters_"):
+        model.resize_token_embeddings(300)
+    assert any("adapter" in name for name, _ in model.named_parameters())
+    without(model)
+    model.resize_token_embeddings(300, mean_resizing=False)
+    assert logits(model).shape[-1] == 300
 
 
 @pytest.mark.parametrize("fused", [False, True])

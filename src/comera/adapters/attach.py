@@ -11,6 +11,7 @@ from comera.adapters.config import TTAdapter
 from comera.adapters.record import Record, read, restore_flags_, take, write
 from comera.adapters.report import AdapterReport, AdapterRow
 from comera.adapters.sites import Names, Site, check_apart, find_heads, matching_sites, patterns_of
+from comera.convert.declared import guard_resizing_
 from comera.convert.select import all_names
 from comera.errors import ComeraError, ConversionError
 from comera.nn.adapted import attach_, detach_, refuse_adapters
@@ -111,6 +112,7 @@ def remove_adapters_(model: nn.Module) -> nn.Module:
         root.get_submodule(name).load_state_dict(state)
     restore_flags_(root, record)
     take(root)
+    guard_resizing_(root)
     return model
 
 
@@ -129,6 +131,7 @@ def place_(
             parameter.grad = None  # which an optimizer from before would go on applying
     for site, train in trains.items():
         attach_(site.layer, train, adapter.scale, in_first=site.in_first)
+    guard_resizing_(model)
 
 
 def report_of(

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from comera.adapters.attach import check_whole
 from comera.adapters.record import read, restore_flags_, take
+from comera.convert.declared import guard_resizing_
 from comera.convert.swap import check_reached, materialize_layers_
 from comera.errors import ConversionError
 from comera.nn.adapted import Adapted, AdaptedDense, detach_
@@ -73,6 +74,7 @@ def merge_adapters_(model: nn.Module, *, materialize: bool = False) -> nn.Module
     }
     if compressed:
         materialize_layers_(root, compressed)
+    guard_resizing_(root)
     return model
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from comera.errors import ConversionError
+from comera.nn.adapted import Adapted
 from comera.nn.ngram import NGramEmbedding
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
 
@@ -136,6 +137,9 @@ def _plain(pattern: str) -> str:
     return re.sub(r"\\(.)", r"\1", pattern.removesuffix("$"))
 
 
+_CHANGED = CompressedLayer | NGramEmbedding | Adapted  # layers that their models cannot resize
+
+
 class Resize:
     """An instance's `resize_token_embeddings`. It holds the model, so that a copy or pickle refers to its own."""
 
@@ -149,7 +153,7 @@ class Resize:
         """
         model, table = self.model, self.model.get_input_embeddings()
         layers = {"table": table, "head": model.get_output_embeddings()}
-        compressed = [name for name, layer in layers.items() if isinstance(layer, CompressedLayer | NGramEmbedding)]
+        compressed = [name for name, layer in layers.items() if isinstance(layer, _CHANGED)]
         rows = table.num_embeddings
         wanted = rows if new_num_tokens is None else new_num_tokens
         wanted += -wanted % (pad_to_multiple_of or 1)
@@ -158,17 +162,18 @@ class Resize:
         if wanted != rows:
             raise ConversionError(
                 f"resize_token_embeddings: expected {rows} tokens, got {wanted}: the {' and '.join(compressed)} of "
-                f"{type(model).__name__} cannot be resized while compressed or with n-grams. Resize before tensorize_ "
-                "and ngrams_, or materialize_ the model, resize it, and tensorize_ it again with init='decompose'"
+                f"{type(model).__name__} cannot be resized while compressed, adapted or with n-grams. Resize before "
+                "tensorize_, ngrams_ and adapt_, or merge_adapters_ and materialize_ the model, resize it, and "
+                "tensorize_ it again with init='decompose'"
             )
         return table
 
 
 def guard_resizing_(model: nn.Module) -> None:
-    """Let models and submodels with compressed layers refuse what they cannot do, and others be as they were."""
+    """Let models and submodels with compressed or adapted layers refuse what they cannot do, others be as they were."""
     for module in model.modules():
         if hasattr(type(module), "resize_token_embeddings"):
-            if any(isinstance(part, CompressedLayer | NGramEmbedding) for part in module.modules()):
+            if any(isinstance(part, _CHANGED) for part in module.modules()):
                 module.resize_token_embeddings = Resize(module)  # type: ignore[assignment]
             else:
                 vars(module).pop("resize_token_embeddings", None)
