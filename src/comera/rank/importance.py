@@ -71,7 +71,7 @@ def zero_gates_(
 ) -> None:
     """Set the least important gates to zero until the unpruned slices of all `trains` take at most `budget` parameters.
 
-    Trains with gates that no optimizer has moved yet (frozen, or just rounded) keep their ranks. A gate that is zeroed
+    Trains with gates that are frozen or that no optimizer has moved yet (just rounded) keep their ranks. A gate that is zeroed
     gets zero moments too, so that no momentum brings it back. Every inner rank of a train keeps a gate. Synchronizes.
     """
     measured: list[tuple[TensorTrain, list[tuple[Tensor, list[float]]]]] = []
@@ -116,4 +116,6 @@ def _ascending(importance: Tensor, unpruned: Tensor) -> tuple[Tensor, list[float
 
 
 def _importance(d: Tensor, optimizers: Sequence[Optimizer]) -> Tensor | None:
-    return next((value for _, key, value in state_tensors(d, optimizers) if key == STATE), None)
+    """What was measured of a gate vector; of one that is frozen since then, nothing that still holds."""
+    measured = state_tensors(d, optimizers) if d.requires_grad else ()
+    return next((value for _, key, value in measured if key == STATE), None)

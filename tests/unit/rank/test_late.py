@@ -268,6 +268,17 @@ def test_no_momentum_brings_back_a_zeroed_gate(kind: str) -> None:
     assert all((d[mask] == 0).all() for d, mask in zeroed)
 
 
+def test_a_layer_that_is_frozen_within_the_stage_keeps_its_gates() -> None:
+    model, controller, optimizer = begun(LateStage(target_size=0.3, steps=8))
+    controller.start_late()
+    train(model, controller, optimizer, 2)
+    model.needed.requires_grad_(False)
+    before, others = model.needed.tt.dense().clone(), unpruned_size(model.table.tt)
+    train(model, controller, optimizer, 8)
+    assert torch.equal(model.needed.tt.dense(), before)
+    assert unpruned_size(model.table.tt) < others
+
+
 def test_a_target_loss_makes_the_size_wait() -> None:
     model, controller, optimizer = begun(LateStage(target_size=0.5, steps=0, target_loss=1e-9))
     controller.start_late()
