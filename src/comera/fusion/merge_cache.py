@@ -7,9 +7,9 @@ forward, and to a fused block as arguments of its operation; a layer that is pas
 Factors are reused only while they are certain to be current:
 
 - a call of the model makes them anew, and so does every step of `accumulating`;
-- they are dropped once a backward has run through their merge, or when a core, gate or bias has a new version
-  (in-place writes, the optimizer, pruning, loading). So parts of a model may be called by themselves, and the replay of
-  a checkpointed block finds the factors of its forward;
+- they are dropped once a backward has run through their merge, after a step of any optimizer (torch's fused ones count
+  no versions), or when a core, gate or bias has a new version (in-place writes, pruning, loading). So parts of a model
+  may be called by themselves, and the replay of a checkpointed block finds the factors of its forward;
 - without gradients they are reused within one call of the model only.
 
 One write escapes this: a change through `.data` between two calls of *parts* of a model, with gradients enabled and no
@@ -20,10 +20,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from comera.fusion.lazy import Lazy
 from comera.kernels.select import is_irregular
@@ -49,6 +51,8 @@ class _Merged(NamedTuple):
     """The tensors that they were made from."""
     versions: list[int]
     """Of these, when they were."""
+    steps: int
+    """Of all optimizers, by then."""
     used: list[bool]
     """Whether a backward has run through the merge."""
 
@@ -168,8 +172,8 @@ class MergeCache:
             made = [LowRankFactors(*map(self._leaf, pair)) for pair in made]
         elif made[0].a.grad_fn is not None:
             made[0].a.grad_fn.register_prehook(lambda _: used.__setitem__(0, True))
-        each = zip(trains, made, sources, strict=True)
-        return {train: _Merged(factors, own, [t._version for t in own], used) for train, factors, own in each}
+        steps, each = _steps()[0], zip(trains, made, sources, strict=True)
+        return {train: _Merged(factors, own, [t._version for t in own], steps, used) for train, factors, own in each}
 
     def _sources(self, train: TensorTrain) -> list[Tensor]:
         """What the factors of a train are made of."""
@@ -179,7 +183,8 @@ class MergeCache:
     def _current(self, made: _Merged, train: TensorTrain) -> bool:
         """Whether factors are made of the tensors that are there now, and nothing has written to them since."""
         each = zip(self._sources(train), made.sources, made.versions, strict=True)
-        return all(now is source and now._version == version for now, source, version in each)
+        same = all(now is source and now._version == version for now, source, version in each)
+        return same and made.steps == _steps()[0]
 
     def _bias(self, train: TensorTrain) -> Tensor | None:
         """The bias to merge with a train: that of its only layer. Layers that share a train add theirs themselves."""
@@ -269,6 +274,18 @@ def accumulating(model: nn.Module) -> Iterator[None]:
         for cache in caches(model):
             stack.enter_context(cache.one_step())
         yield
+
+
+@cache
+def _steps() -> list[int]:
+    """The number of steps that optimizers have taken since the first merge of this process."""
+    count = [0]
+
+    def step(*_: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(step)
+    return count
 
 
 def _flat(train: TensorTrain) -> list[Tensor]:

@@ -71,8 +71,9 @@ def zero_gates_(
 ) -> None:
     """Set the least important gates to zero until the unpruned slices of all `trains` take at most `budget` parameters.
 
-    Trains with gates that are frozen or that no optimizer has moved yet (just rounded) keep their ranks. A gate that is zeroed
-    gets zero moments too, so that no momentum brings it back. Every inner rank of a train keeps a gate. Synchronizes.
+    Trains with gates that are frozen or that no optimizer has moved yet (just rounded) keep their ranks. A gate that is
+    zeroed gets zero moments too, so that no momentum brings it back. Every inner rank of a train keeps a gate.
+    Synchronizes.
     """
     measured: list[tuple[TensorTrain, list[tuple[Tensor, list[float]]]]] = []
     tables: list[tuple[TensorTrain, NGramGates]] = []

@@ -107,6 +107,17 @@ def test_parts_called_by_themselves_see_every_counted_change(model: Model, x: Te
     torch.testing.assert_close(model.first(x), x @ model.first.weight.t() + model.first.bias)
 
 
+def test_parts_called_by_themselves_see_a_step_that_counts_no_versions(model: Model, x: Tensor) -> None:
+    fuse_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model(x).square().mean().backward()
+    before = model.first(x)  # such as for a log, with gradients
+    optimizer.step()
+    after = model.first(x)
+    assert torch.allclose(after, x @ model.first.tt.dense() + model.first.bias)
+    assert not torch.allclose(after, before)
+
+
 def test_without_gradients_parts_keep_nothing(model: Model, x: Tensor, merges: list[int]) -> None:
     attach(model)
     with torch.no_grad():
