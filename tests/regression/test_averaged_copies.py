@@ -229,6 +229,16 @@ def test_an_average_that_would_not_follow_is_named_when_the_basis_changes() -> N
         began(model).start_late()
 
 
+def test_an_average_that_is_written_through_data_is_named_too() -> None:
+    model = build()
+    average = copy.deepcopy(model)
+    controller = began(model)
+    for kept, now in zip(average.parameters(), model.parameters(), strict=True):
+        kept.data.mul_(0.9).add_(now.data, alpha=0.1)  # which counts no versions
+    with pytest.warns(UserWarning, match=r"a copy made by copy.deepcopy would not follow"):
+        controller.start_late()
+
+
 def test_the_averages_of_diffusers_are_named_when_the_basis_changes() -> None:
     model = build()
     ema = diffusers_average(model)

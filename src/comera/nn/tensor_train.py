@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -274,19 +274,39 @@ class TensorTrain(nn.Module):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         vars(copied).update(deepcopy(vars(self), memo))
-        _COPIES.setdefault(self, WeakSet()).add(copied)
+        _COPIES.setdefault(self, WeakKeyDictionary())[copied] = _bits(copied.cores[0])
         return copied
 
     def extra_repr(self) -> str:
         return f"{self.spec}, {self.spec.numel + self.spec.rank_numel:,} of {self.spec.dense_numel:,} elements"
 
 
-_COPIES: WeakKeyDictionary[TensorTrain, WeakSet[TensorTrain]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[TensorTrain, WeakKeyDictionary[TensorTrain, Tensor | None]] = WeakKeyDictionary()
 
 
-def copies_of(train: TensorTrain) -> list[TensorTrain]:
-    """Those made of a tensor train by `copy.deepcopy`, as averages of a model are, as long as they live."""
-    return list(_COPIES.get(train, ()))
+def copies_of(train: TensorTrain) -> dict[TensorTrain, bool]:
+    """Those made of a tensor train by `copy.deepcopy`, as long as they live, and whether they were written to since, as
+    averages of a model are. Synchronizes."""
+    return {copied: _written(copied.cores[0], bits) for copied, bits in _COPIES.get(train, {}).items()}
+
+
+def _written(core: Tensor, bits: Tensor | None) -> bool:
+    now = None if bits is None else _bits(core)
+    if bits is None or now is None or now.dtype != bits.dtype:
+        return core._version > 0
+    return not torch.equal(now.to(bits.device), bits)  # a write through .data has no version
+
+
+def _bits(core: Tensor) -> Tensor | None:
+    """The sum of the bits of a core, the same in whatever order; None of one that is sharded or has no values."""
+    if type(core) is not nn.Parameter or core.is_meta:
+        return None
+    real = torch.view_as_real(core.detach()) if core.is_complex() else core.detach()
+    kind = _INTEGERS[real.element_size()]
+    return real.contiguous().view(kind).sum(dtype=kind)
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class _Gates(nn.ParameterList):

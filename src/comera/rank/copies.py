@@ -115,8 +115,8 @@ def warn_of_strays(model: nn.Module, copies: Mapping[TensorTrain, Sequence[Tenso
     That is a copy that was written to since it was made (a snapshot is not), and a list of tensors like its parameters.
     """
     followed = {copied for each in copies.values() for copied in each}
-    made = {copied for train in copies for copied in copies_of(train)} - followed
-    strays = ["a copy made by copy.deepcopy"] * any(core._version for copied in made for core in copied.cores)
+    made = {copied: written for train in copies for copied, written in copies_of(train).items()}
+    strays = ["a copy made by copy.deepcopy"] * any(made[copied] for copied in made.keys() - followed)
     clones = {clone.data_ptr() for each in followed if isinstance(each, _Clones) for clone in each.clones}
     for holder in _holders():
         shadows: Sequence[Tensor] = holder.shadow_params
