@@ -27,7 +27,7 @@ from comera.nn.adapted import refuse_adapters
 from comera.nn.conv import TTConv
 from comera.nn.embedding import TTMEmbedding, TTMEmbeddingBag, TTMProjection
 from comera.nn.linear import BTTLinear, TTLinear
-from comera.nn.ngram import NGramEmbedding, NGramTable, detach_ngrams_, longest_of, rows_with_ngrams
+from comera.nn.ngram import NGramEmbedding, NGramTable, detach_ngrams_, longest_of, padding_of, rows_with_ngrams
 from comera.nn.packed import CompressedParameter
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
 from comera.nn.weight import lazy_weight
@@ -111,7 +111,7 @@ def serving_copy(model: nn.Module) -> nn.Module:
             table = module.ngrams
             detach_ngrams_(module)
             rows = replacement(module) if isinstance(module, CompressedLayer) else module
-            swaps[module] = _WithNGrams(rows, table)
+            swaps[module] = _WithNGrams(rows, table, padding_of(module))
         elif isinstance(module, CompressedLayer) and not isinstance(module, NGramTable):
             by_others = isinstance(module, CompressedParameter) or module.dense_type is NonDynamicallyQuantizableLinear
             if not by_others:  # no other module multiplies by its weight
@@ -287,9 +287,9 @@ class _Embedding(_Table):
 class _WithNGrams(nn.Module):
     """Rows, and those of the n-grams that end at each id. Every row of ids is a whole text: there are no masks."""
 
-    def __init__(self, rows: nn.Module, table: nn.Module) -> None:
+    def __init__(self, rows: nn.Module, table: nn.Module, padding_idx: int | None) -> None:
         super().__init__()
-        self.rows, self.ngrams = rows, table
+        self.rows, self.ngrams, self.padding_idx = rows, table, padding_idx
 
     @property
     def weight(self) -> Any:
@@ -297,8 +297,9 @@ class _WithNGrams(nn.Module):
         return self.rows.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        ids = NGramIds.of(input, longest_of(self))
-        return rows_with_ngrams(self.rows(input), ids, self.rows, self.ngrams)
+        ids = NGramIds.of(input, longest_of(self), self.padding_idx)
+        padding = None if self.padding_idx is None else input == self.padding_idx
+        return rows_with_ngrams(self.rows(input), ids, self.rows, self.ngrams, padding)
 
 
 class _Bag(_Table):

@@ -152,21 +152,34 @@ class NGramEmbedding(nn.Module):
     def forward(self, input: Tensor, context: NGramIds | None = None) -> Tensor:
         """Rows of ids (B, T) in their context: (B, T, embedding_dim)."""
         rows: Tensor = super().forward(input)  # first: it checks the ids
-        return rows_with_ngrams(rows, _context_of(self, input, context), super().forward, self.ngrams)
+        idx = padding_of(self)
+        padding = None if idx is None else input == idx
+        return rows_with_ngrams(rows, _context_of(self, input, context), super().forward, self.ngrams, padding)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(2)  # its class is made, so it has no name to be found by
         return _blank, (self.plain_type,), *reduced[2:]
 
 
-def rows_with_ngrams(rows: Tensor, ids: NGramIds, look_up: Callable[[Tensor], Tensor], table: nn.Module) -> Tensor:
-    """The rows of a token table, (B, T, D), and those of a table of n-grams. look_up: the rows of any ids."""
+def rows_with_ngrams(
+    rows: Tensor, ids: NGramIds, look_up: Callable[[Tensor], Tensor], table: nn.Module, padding_BT: Tensor | None
+) -> Tensor:
+    """The rows of a token table, (B, T, D), and those of a table of n-grams. look_up: the rows of any ids. padding_BT:
+    where nothing is added."""
     spec = getattr(table, "spec", None)
     if spec is None or spec.inner is None:
-        return rows + table(ids).to(rows.dtype)  # type: ignore[no-any-return]
-    tokens = look_up(ids.ids)
-    u_BLI = F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6)
-    return rows + table(ids, u_BLI).to(rows.dtype)  # type: ignore[no-any-return]
+        made = table(ids)
+    else:
+        tokens = look_up(ids.ids)
+        made = table(ids, F.rms_norm(tokens, tokens.shape[-1:], eps=1e-6))
+    with_ngrams: Tensor = rows + made.to(rows.dtype)
+    return with_ngrams if padding_BT is None else rows.where(padding_BT[..., None], with_ngrams)
+
+
+def padding_of(embedding: nn.Module) -> int | None:
+    """The id whose row an embedding leaves as it is, None for no such: of a padded text, which has no n-grams there."""
+    idx: int | None = getattr(embedding, "padding_idx", None)
+    return None if idx is None else idx % int(embedding.num_embeddings)  # type: ignore[arg-type]
 
 
 _CLASSES: dict[type[nn.Module], type[NGramEmbedding]] = {}
@@ -266,7 +279,7 @@ def _context_of(embedding: NGramEmbedding, input: Tensor, given: NGramIds | None
     if given is None:
         if input.dim() != 2:
             raise DataError(f"expected ids as (batch, positions) for n-grams, got shape {tuple(input.shape)}")
-        return NGramIds.of(input, longest)
+        return NGramIds.of(input, longest, padding_of(embedding))
     if given.reach.shape != input.shape:
         raise DataError(
             f"expected the ids that the model was given, {tuple(given.reach.shape)}, got {tuple(input.shape)}: the "

@@ -48,10 +48,19 @@ class NGramIds(NamedTuple):
     reach: Tensor
 
     @classmethod
-    def of(cls, ids_BT: Tensor, longest: int) -> Self:
-        """Ids of whole documents, one a row."""
-        reach_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-        return cls(F.pad(ids_BT, (longest - 1, 0)), reach_T.expand_as(ids_BT))
+    def of(cls, ids_BT: Tensor, longest: int, padding_idx: int | None = None) -> Self:
+        """Ids of whole documents, one a row; no n-gram reaches the id of padding, or across it."""
+        ids_BL = F.pad(ids_BT, (longest - 1, 0))
+        positions = ids_BT.shape[1]
+        reach_BT = torch.arange(positions, device=ids_BT.device).expand_as(ids_BT)
+        if padding_idx is not None:
+            reached_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+            reach_BT, known_BT = torch.zeros_like(ids_BT), reach_BT
+            for n in range(1, longest):
+                before_BT = ids_BL[:, longest - 1 - n :][:, :positions]
+                reached_BT = reached_BT & (known_BT >= n) & (before_BT != padding_idx)
+                reach_BT = reach_BT + reached_BT
+        return cls(ids_BL, reach_BT)
 
     def before(self, n: int) -> Tensor:
         """The ids n positions earlier, (B, T)."""

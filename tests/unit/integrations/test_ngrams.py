@@ -39,6 +39,7 @@ from transformers import (
 
 import comera
 from comera.errors import ConversionError, DataError, SpecError
+from comera.export import serving_copy
 from comera.nn import NGramEmbedding, NGramTable
 from comera.nn.ngram import detach_ngrams_
 
@@ -413,7 +414,7 @@ def test_orders_and_models_that_do_not_fit_are_refused():
         comera.ngrams_(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(ConversionError, match="no embedding's name matches"):
         comera.ngrams_(llama(), embeddings="*.wte")
-    with pytest.raises(ConversionError, match="cannot be resized while compressed or with n-grams"):
+    with pytest.raises(ConversionError, match="cannot be resized while compressed, adapted or with n-grams"):
         model.resize_token_embeddings(V + 3)
 
 
@@ -429,6 +430,35 @@ def test_a_plain_module_takes_rows_as_documents():
     with pytest.raises(ConversionError, match=r"with 2: 0, 1. Give the name of one"):
         comera.ngrams_(several)
     assert list(comera.ngrams_(several, embeddings="1", order=2, rank=2).tables) == ["1"]
+
+
+@pytest.mark.parametrize("vocabulary", [V, 2000])  # tables of its own, and over the rows of tokens
+@pytest.mark.parametrize("compressed", [False, True])
+def test_the_padding_of_a_plain_embedding_adds_nothing_and_is_in_no_ngram(vocabulary, compressed):
+    torch.manual_seed(0)
+    embedding = nn.Sequential(nn.Embedding(vocabulary, 16, padding_idx=0))
+    if compressed:
+        comera.tensorize_(embedding, comera.TensorizeConfig(None, comera.TTM(order=2, rank=4)))
+    comera.ngrams_(embedding, order=3, rank=8)
+    ids, nothing = ids_of(2, 5), torch.zeros(2, 3, dtype=torch.long)
+    rows = embedding(ids)
+    assert not torch.allclose(rows[:, 1:], embedding(ids[:, 1:]), atol=1e-2)  # n-grams count
+    for parts in ([ids, nothing], [nothing, ids], [ids[:, :2], nothing, ids[:, 2:]]):
+        found = embedding(torch.cat(parts, 1))
+        of_padding = torch.cat(parts, 1) == 0
+        assert not found[of_padding].any()
+        exact = torch.cat([embedding(part) for part in parts if part is not nothing], 1)
+        close(found[~of_padding].view(2, 5, 16), exact)
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_a_program_takes_each_row_as_a_text(padding):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(V, 16, padding_idx=padding), nn.Linear(16, 8)).eval()
+    comera.ngrams_(model, order=3, rank=8)
+    ids = ids_of(2, 7).masked_fill(torch.arange(7) > 4, 0)
+    program = torch.export.export(serving_copy(model), (ids,))
+    close(program.module()(ids.flip(0)), model(ids.flip(0)))
 
 
 def test_a_cache_that_the_output_does_not_name_has_the_ids_too():
