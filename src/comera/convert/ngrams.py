@@ -25,7 +25,7 @@ from comera.nn.adapted import refuse_adapters
 from comera.nn.changes import notify_conversion
 from comera.nn.embedding import TTMEmbedding
 from comera.nn.ngram import NGramEmbedding, NGramTable, attach_ngrams_, begin_reading, end_reading, longest_of
-from comera.nn.ngram_context import Call, remember
+from comera.nn.ngram_context import Call, history_type, remember
 from comera.nn.tensor_train import TensorTrain
 from comera.tt.ngram import NGramSpec
 
@@ -187,6 +187,7 @@ def finish_ngrams_(model: nn.Module, embeddings: Sequence[nn.Module]) -> None:
     for base, embedding in _bases(model):
         if isinstance(embedding, NGramEmbedding) and _before not in base._forward_pre_hooks.values():
             _parameters(type(base))
+            history_type()
             base.register_forward_pre_hook(_before, with_kwargs=True)
             base.register_forward_hook(_after, with_kwargs=True, always_call=True)
     guard_resizing_(model)
@@ -272,7 +273,8 @@ def _check_readers(model: nn.Module, bases: list[tuple[nn.Module, nn.Module]]) -
     held = {embedding: base for base, embedding in bases}
     for outer in model.modules():
         own = getattr(outer, "get_input_embeddings", None)
-        if not any("pixel_values" in name for name in _parameters(type(outer))) or own is None:
+        pictures = any("pixel_values" in name for name in _parameters(type(outer)))
+        if not pictures or own is None or getattr(outer.config, "is_encoder_decoder", False):  # whose decoder reads ids
             continue
         try:
             base = held.get(own())
@@ -319,8 +321,9 @@ def _after(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     if not (torch.compiler.is_compiling() or any(each.used for each in readings)):
         raise DataError(
             f"{type(base).__name__}: expected ids to be looked up by its embedding, which adds n-grams, got another "
-            "lookup in its place, such as PEFT's trainable_token_indices: train the whole embedding instead "
-            "(modules_to_save), or detach the table"
+            "lookup in its place, such as PEFT's trainable_token_indices (train the whole embedding instead, "
+            "modules_to_save, or detach the table), or a graph of torch.compile that begins within the model (compile "
+            "a call without a cache, use_cache=False)"
         )
     call: Call = readings[0].note
     for kept in _caches(call.cache, output):

@@ -9,7 +9,6 @@ B sequences, T positions of this call, P ids of earlier ones, L = N − 1 + T; K
 
 import sys
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ NONE = -1  # in place of an id that is padding
 class NGramHistory:
     """A layer of a KV cache of transformers that holds ids (B, 1, P, 1), as `keys`, and their positions, as `values`.
 
-    It has the methods that caches call on their layers, others from `DummyLayer` (`_kind`): so no mask is made for it,
-    and it counts as one that compiles. transformers leaves out masks of static caches with one that does not.
+    It has the methods that caches call on their layers, others from `DummyLayer` (`history_type`): so no mask is made
+    for it, and it counts as one that compiles. transformers leaves out masks of static caches with one that does not.
     """
 
     def __init__(self) -> None:
@@ -85,15 +84,20 @@ class NGramHistory:
             self.keys, self.values = change(self.keys), change(self.values)
 
 
-@cache
-def _kind() -> type[NGramHistory]:
-    library = sys.modules["transformers.cache_utils"]  # whose cache it is in
-    return type("NGramHistory", (NGramHistory, library.DummyLayer), {})
+_kinds: list[type[NGramHistory]] = []
+
+
+def history_type() -> type[NGramHistory]:
+    """The type of a history, made at the first call, which is none of torch.compile: its graphs make no classes."""
+    if not _kinds:
+        library = sys.modules["transformers.cache_utils"]  # whose cache it is in
+        _kinds.append(type("NGramHistory", (NGramHistory, library.DummyLayer), {}))
+    return _kinds[0]
 
 
 def _held(keys: Tensor | None, values: Tensor | None) -> NGramHistory:
     """A history of these ids and positions."""
-    history = _kind()()
+    history = history_type()()
     history.keys, history.values = keys, values
     return history
 

@@ -35,6 +35,9 @@ from transformers import (
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
 )
 
 import comera
@@ -527,6 +530,32 @@ def test_an_adapter_that_looks_tokens_up_itself_is_an_error():
     tuned = get_peft_model(with_ngrams(llama), kind)
     with pytest.raises(DataError, match=r"LlamaModel: expected ids to be looked up by .*modules_to_save"):
         tuned(input_ids=ids_of(2, 9))
+
+
+@pytest.mark.parametrize("cached", [None, False])  # by default the model makes a cache
+def test_a_compiled_model_reads_its_ngrams(cached):
+    model, ids = with_ngrams(llama), ids_of(2, 9)
+    options = {} if cached is None else {"use_cache": cached}
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        close(compiled(input_ids=ids, **options).logits, model(input_ids=ids).logits)
+        packed = torch.arange(9).remainder(5).expand(2, -1)
+        exact = model(input_ids=ids, position_ids=packed, **options).logits
+        close(compiled(input_ids=ids, position_ids=packed, **options).logits, exact)
+
+
+def test_a_decoder_of_captions_reads_its_ids_itself():
+    sizes = {"image_size": 8, "patch_size": 4}
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**SIZES, **sizes), gpt2().config)
+    torch.manual_seed(0)
+    model = VisionEncoderDecoderModel(config=config).eval()
+    assert comera.ngrams_(model, order=3, rank=8).tables.keys() == {"decoder.transformer.wte"}
+    given = {"pixel_values": torch.randn(2, 3, 8, 8)}
+    ids = ids_of(2, 9)
+    with torch.no_grad():
+        exact = model(decoder_input_ids=ids, **given).logits
+        kept = cache_of(model(decoder_input_ids=ids[:, :6], use_cache=True, **given))
+        close(model(decoder_input_ids=ids[:, 6:], **{CACHE: kept}, **given).logits, exact[:, 6:])
 
 
 def test_a_model_of_images_that_looks_ids_up_itself_is_refused():
