@@ -2,7 +2,8 @@
 
 A fused block runs its own code on a stand-in (registry.py) whose layers return such tensors: a residual sum, which its
 norm computes together with itself; a hidden activation, which the last layer of an MLP computes with all layers before.
-Any other use computes the values on the spot, so the code may do anything.
+Any other use computes the values on the spot, so the code may do anything, but change in place what such a tensor has
+yet to read: that is an error where torch counts writes, which it does not in inference mode.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from comera.errors import ConversionError
+from comera.kernels.tracing import traced
 
 
 class Lazy:
@@ -46,6 +50,33 @@ class Lazy:
             return args[0].dropped(*args[1:], **kwargs)
         args, kwargs = tree_map_only(Lazy, value_of, (args, kwargs))
         return function(*args, **kwargs)
+
+
+class Inputs:
+    """What a lazy tensor has yet to read, as it is now."""
+
+    def __init__(self, *tensors: Any) -> None:
+        self._tensors, self._versions = tensors, list(map(_version, tensors))
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nothing was written to them since, as far as torch counts it."""
+        return list(map(_version, self._tensors)) == self._versions
+
+    def check(self) -> None:
+        """Raise ConversionError if they were written to."""
+        if not self.unchanged:
+            raise ConversionError(
+                "expected a fused block to leave what its layers were given as it is until they have read it, got "
+                "another value written in place, of which the layers would have made another result: write "
+                "`x = x * 0.5` instead of `x.mul_(0.5)`, or do not register the block"
+            )
+
+
+def _version(tensor: Any) -> int | None:
+    if not isinstance(tensor, Tensor) or traced() or tensor.is_inference():
+        return None
+    return tensor._version
 
 
 def value_of(result: Any) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
-from comera.fusion.lazy import Lazy, value_of
+from comera.fusion.lazy import Inputs, Lazy, value_of
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.obstacles import (
     around_obstacle,
@@ -169,14 +169,14 @@ class _Call:
     def activate(self, hidden: Any) -> Any:
         """The activation of what a layer gives."""
         if isinstance(hidden, _Hidden) and hidden.is_waiting_as(self, "first"):
-            return _Hidden(self, hidden.input, "activated")
+            return _Hidden(self, hidden.read(), "activated")
         return self.act(value_of(hidden))
 
     def output(self, hidden: Any) -> Tensor:
         """The output of `down`: that of the whole MLP, where nothing else has happened to the hidden activation."""
         last = "gated" if self.pattern.is_gated else "activated"
         whole = isinstance(hidden, _Hidden) and hidden.is_waiting_as(self, last)
-        factors = self._factors(hidden.input) if whole else None
+        factors = self._factors(hidden.read()) if whole else None
         if factors is None:
             found: Tensor = self.down(value_of(hidden))
             return found
@@ -224,12 +224,18 @@ class _Hidden(Lazy):
     def __init__(self, call: _Call, input: Any, stage: str) -> None:
         super().__init__()
         self.call, self.input, self.stage = call, value_of(input), stage
+        self._inputs = Inputs(self.input)
 
     def is_waiting_as(self, call: _Call, stage: str) -> bool:
         return self.call is call and self.stage == stage and self._value is None
 
     def compute(self) -> Tensor:
-        return self.call.values(self.input, self.stage)
+        return self.call.values(self.read(), self.stage)
+
+    def read(self) -> Any:
+        """The input. Raises ConversionError if it is not what the layers were given."""
+        self._inputs.check()
+        return self.input
 
     @property
     def dtype(self) -> torch.dtype:
@@ -240,13 +246,13 @@ class _Hidden(Lazy):
         """The parts of them along an axis."""
         if (self.stage, chunks, dim) != ("both", 2, -1) or self._value is not None:
             return self.value.chunk(chunks, dim)
-        return tuple(_Hidden(self.call, self.input, stage) for stage in ("first", "second"))
+        return tuple(_Hidden(self.call, self.read(), stage) for stage in ("first", "second"))
 
     def __mul__(self, other: Any) -> Any:
         if isinstance(other, _Hidden) and self.input is other.input:
             for one, two in ((self, other), (other, self)):
                 if one.is_waiting_as(self.call, "activated") and two.is_waiting_as(self.call, "second"):
-                    return _Hidden(self.call, self.input, "gated")
+                    return _Hidden(self.call, two.read(), "gated")
         return self.value * value_of(other)
 
     __rmul__ = __mul__

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from comera.fusion.lazy import Inputs
 from comera.fusion.merge_cache import MergeCache
 from comera.fusion.obstacles import layers_obstacle, replaced_obstacle, submodule
 from comera.fusion.registry import BlockPattern, Instead, StandIn
@@ -67,12 +68,13 @@ class _Product:
         self.layers, self._cache = layers, cache
         self._input: Tensor | None = None
         self._outputs: Sequence[Tensor] | None = None
+        self._read = Inputs()
 
     def output(self, number: int, input: Tensor) -> Any:
         """The output of one layer."""
         if self._input is None:
-            self._input, self._outputs = input, self._computed(input)
-        if self._outputs is None or input is not self._input:
+            self._input, self._outputs, self._read = input, self._computed(input), Inputs(input)
+        if self._outputs is None or input is not self._input or not self._read.unchanged:
             return self.layers[number](input)
         return self._outputs[number]
 

@@ -222,6 +222,9 @@ def register_block(module_type: type[nn.Module] | str, *patterns: BlockPattern) 
     """Let `fuse_` fuse modules of a type, and of others whose methods are the same code: subclasses that leave them as
     they are, and copies under other names.
 
+    Layers may read their input later than the code says. What it writes in place before is an error, and in inference
+    mode, where torch counts no writes, not seen.
+
     Args:
         module_type: the type, or "module.path.ClassName" for one that is not imported yet.
         patterns: what can be fused in it: `MLP`, `QKV`, `ResidualNorm`, `PostNorm`, `EmbeddingNorm`, `RMSNorm`,

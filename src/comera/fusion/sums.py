@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from comera.fusion.dropout import Dropout
-from comera.fusion.lazy import Lazy, value_of
+from comera.fusion.lazy import Inputs, Lazy, value_of
 from comera.fusion.norm import add_and_rms_norm
 from comera.fusion.obstacles import call_obstacle, is_hooked, submodule
 from comera.fusion.registry import Fused, Instead, StandIn
@@ -129,8 +129,10 @@ class Sum(Lazy):
     def __init__(self, z: Tensor | None, x: Tensor | None = None, dropout: nn.Module = NO_DROPOUT) -> None:
         super().__init__()
         self._z, self._x, self._dropout = z, x, dropout
+        self._inputs = Inputs(*(() if z is None or x is None else (z, x)))  # alone each is the result itself
 
     def compute(self) -> Tensor:
+        self._inputs.check()
         if self._z is None:
             return self._x  # type: ignore[return-value]
         term: Tensor = self._dropout(self._z)
@@ -139,6 +141,8 @@ class Sum(Lazy):
     def normed(self, norm: nn.Module) -> Tensor:
         """The norm of the sum, whose own value is known afterwards."""
         z, x = self._z, self._x
+        if self._value is None:
+            self._inputs.check()
         if x is None or (z is not None and self._value is not None):
             y: Tensor = norm(self.value)
         elif type(norm) is not nn.LayerNorm:
@@ -154,6 +158,7 @@ class Sum(Lazy):
             return other + self.value
         other = value_of(other)
         if self._is_term and isinstance(other, Tensor) and other.shape == self.shape:
+            self._inputs.check()
             return Sum(self._z, other, self._dropout)
         return self.value + other
 
@@ -176,6 +181,7 @@ class Sum(Lazy):
         """The sum in another shape."""
         if self._value is not None:
             return self._value.reshape(*shape)
+        self._inputs.check()
         z, x = (None if t is None else t.reshape(*shape) for t in (self._z, self._x))
         return Sum(z, x, self._dropout)
 
@@ -184,4 +190,5 @@ class Sum(Lazy):
     def dropped(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if not (self._is_term and p and training):
             return super().dropped(p, training, inplace)
+        self._inputs.check()
         return Sum(self._z if self._dropout is NO_DROPOUT else self.value, dropout=Dropout(p, inplace))

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 import comera
 from comera.errors import ConversionError
-from comera.fusion import MLP, QKV, register_block
+from comera.fusion import MLP, QKV, PostNorm, register_block
 from comera.fusion.dropout import Dropout
 from comera.fusion.fuse import fuse_
 from comera.ops.attention import attention
@@ -338,3 +338,66 @@ def test_attention_in_bfloat16_keeps_the_signal():
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     noise = attention(q, k, v).double() - exact
     assert 10 * torch.log10(exact.square().sum() / noise.square().sum()) > 45
+
+
+class ScalesItsInput(nn.Module):
+    """An MLP whose input changes in place before it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        x.mul_(0.5)
+        return self.down(self.act(hidden)) + x
+
+
+class ClearsItsInput(nn.Module):
+    """A residual whose other term is gone before the norm reads the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        total = x + self.mix(x)
+        x.zero_()
+        return self.norm(total)
+
+
+class MovesItsInput(nn.Module):
+    """Projections of two values of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        v = self.v(x)
+        x += 1
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), v)
+
+
+@pytest.mark.parametrize("form", [comera.TT(order=4, rank=8), comera.BTT(rank=2)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        (ScalesItsInput, MLP("forward", ups=("up",), activation="act", down="down")),
+        (ClearsItsInput, PostNorm((("mix", "norm"),))),
+        (MovesItsInput, QKV(("q", "k", "v"))),
+    ],
+)
+def test_what_a_block_writes_in_place_is_not_read_in_silence(kind, pattern, form):
+    torch.manual_seed(0)
+    register_block(kind, pattern)
+    layers = nn.Sequential(kind()).requires_grad_(False)
+    comera.tensorize_(layers, comera.TensorizeConfig(form))
+    x = torch.randn(2, 64, 64)
+    exact = layers(x.clone())
+    assert fuse_(layers).rows
+    if kind is MovesItsInput:  # whose layers can still be called
+        torch.testing.assert_close(layers(x.clone()), exact, rtol=1e-4, atol=1e-5)
+    else:
+        with pytest.raises(ConversionError, match=r"got another value written in place.*do not register"):
+            layers(x.clone())
