@@ -125,11 +125,18 @@ def _parser(prog: str, default: Any, *, resumes: bool) -> Any:
 
 
 def _check_fields(argv: list[str], files: Mapping[str, dict[str, Any]], known: set[str], prog: str) -> None:
-    """Raise ConfigError for an option or a key of a --config file that is not a field; suggests similar fields."""
+    """Raise ConfigError for an option or a key of a --config file that is not a field, with similar
+    ones, and for a value in place of a group of fields."""
     names = [word[2:].partition("=")[0].rstrip("+") for word in argv if word.startswith("--")]
     given = [(f"--{name}", name) for name in names if name not in RESERVED]
     for path, content in files.items():
-        given += [(f"{key!r} in {path}", key) for key, _ in _leaves(content)]
+        for key, value in _leaves(content):
+            given.append((f"{key!r} in {path}", key))
+            within = next((field for field in sorted(known) if field.startswith(f"{key}.")), None)
+            if within and value != {}:
+                raise ConfigError(
+                    f"{key} in {path} is a group of options, got {value!r}: set one of them, such as {within}"
+                )
     for shown, name in given:
         if name not in known:
             similar = difflib.get_close_matches(name, known, n=3, cutoff=0.75) or [

@@ -163,6 +163,8 @@ def test_a_mistake_gives_one_line_and_exit_code_2(
         ("model: {hidden: 8, wide: {a: 1}}\n", "unknown field 'model.wide.a' in {file}"),
         ("train: [1, 2\n", "--config {file} is not valid YAML"),
         ("- train\n", "expected a mapping of fields in --config {file}, got list"),
+        ("train: 3\n", "train in {file} is a group of options, got 3: set one of them, such as train."),
+        ("train:\n  early:\n", "train.early in {file} is a group of options, got None"),
         ("train:\n  steps: many\n", "train.steps: expected an integer or null, got many"),
     ],
 )
