@@ -62,6 +62,7 @@ def __dir__() -> list[str]:
 for _library, _release in _UNTESTED.items():
     warn_if_newer(_library, _release)
 import_after("transformers.quantizers.auto", "comera.integrations.transformers_formats")
+import_after("transformers.modeling_utils", "comera.integrations.transformers_formats", "note_when_saved_")
 import_after("peft", "comera.integrations.peft_prompts", "find_compressed_tables_")
 for _library in ("huggingface_hub.hub_mixin", "diffusers.models.modeling_utils"):
     import_after(_library, "comera.integrations.other_savers", "refuse_compressed_everywhere_")

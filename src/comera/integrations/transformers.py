@@ -24,7 +24,6 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from comera.distributed import rewrap_
 from comera.errors import ConfigError
 from comera.integrations._rates import Rate, StepRates, measured_rates, warn_of_rates
-from comera.integrations.transformers_formats import note_formats_
 from comera.nn.tensor_train import TensorTrain, named_trains
 from comera.rank.controller import RankController
 from comera.rank.copies import Copies
@@ -140,7 +139,6 @@ class RankCallback(TrainerCallback, ExportableState):
                 f"the checkpoint of step {state.global_step} holds no state of a RankCallback: its stages begin now",
                 stacklevel=2,
             )
-        note_formats_(model)
         options: dict[str, Any] = {"multiple": self.multiple, "copies": self.copies}
         self.controller = RankController(model, self.early, self.late, **options)
         if saved is not None:

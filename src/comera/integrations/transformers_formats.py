@@ -1,10 +1,12 @@
 """transformers' `save_pretrained` and `from_pretrained` for compressed models.
 
-A conversion notes the modes of all tensor trains in the model's config, as a quantization method does, so that
-`save_pretrained` writes them into config.json. `from_pretrained` builds the model on the meta device, asks the
-quantizer below to put compressed layers in, with the ranks of the stored tensors, and loads them like any other
-parameters: dtype, device maps and shards work as for a dense model. Afterwards nothing is left of the quantizer, and
-the model trains.
+`save_pretrained` writes the modes of all tensor trains into config.json, as a quantization method does, for whatever
+model it is called on: a conversion may have been handed only a part of it. `from_pretrained` builds the model on the
+meta device, asks the quantizer below to put compressed layers in, with the ranks of the stored tensors, and loads them
+like any other parameters: dtype, device maps and shards work as for a dense model. Afterwards nothing is left of the
+quantizer, and the model trains.
+
+A conversion also notes the modes in the config of the model that it was handed, for a config that is written by itself.
 
 transformers stores some families under the names and in the parts of their first release: it renames tensors, joins
 those of three layers, or permutes them. Cores are no weights, so a compressed model keeps the names that it has.
@@ -16,15 +18,18 @@ config also requests a fusion whose name says what to do: transformers raises fo
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -33,7 +38,7 @@ from comera._version import __version__
 from comera.convert.ngrams import empty_table, finish_ngrams_, ngram_place
 from comera.convert.registry import converters, dense_place, refusal
 from comera.convert.swap import compress_layers_, materialize_layers_
-from comera.errors import CheckpointError
+from comera.errors import CheckpointError, ConversionError
 from comera.nn.changes import when_converted
 from comera.nn.ngram import NGramTable, attach_ngrams_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain, named_trains
@@ -45,6 +50,8 @@ from comera.tt.spec import Spec, TTMSpec, TTSpec
 __all__ = ["ComeraConfig", "ComeraQuantizer", "note_formats_"]
 
 _HINT = "comera (this model is compressed: `import comera` before from_pretrained)"
+_SET = ("quantization_config", "fusion_config", "_weight_conversions")  # of configs and model, while it is saved
+_WRAPPER = "_checkpoint_wrapped_module."  # torch's checkpoint_wrapper, which FSDP2 of Accelerate uses
 _BLOCK_RANKS = r"\.block_ranks$"
 
 
@@ -68,17 +75,12 @@ class ComeraConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.as_named = as_named
 
 
-class _AsNamed(list[Any]):
-    """The `_weight_conversions` of a compressed model: none. before: those of the dense one."""
-
-    before: Any
-
-
 def note_formats_(model: nn.Module) -> None:
     """Write the modes of a model's tensor trains into its config, or take them out if it has none any more.
 
-    Every conversion calls it, and every late stage that begins. Call it for a model of which only a part was handed to
-    `tensorize_`.
+    Every conversion calls it, and every late stage that begins. `save_pretrained` needs no call. Call it for a model of
+    which only a part was handed to `tensorize_`, if you write its config by other means, such as
+    `model.config.save_pretrained`.
 
     Example:
         >>> import comera
@@ -95,38 +97,88 @@ def note_formats_(model: nn.Module) -> None:
         return
     noted: set[int] = set()
     for module in model.modules():  # a model before its submodels, which mostly share its config
-        if not isinstance(module, library.PreTrainedModel):
-            continue
-        _keep_names(module, any(named_trains(module)))
-        if id(module.config) in noted:
+        if not isinstance(module, library.PreTrainedModel) or id(module.config) in noted:
             continue
         config: Any = module.config
         noted.add(id(config))
-        formats = getattr(config, "quantization_config", None)
-        if formats is not None and _method(formats) != QUANT_METHOD:
-            if any(named_trains(module)):
-                warnings.warn(
-                    f"the config of this {type(module).__name__} holds the quantization method {_method(formats)!r}, "
-                    "so save_pretrained cannot note the compressed layers: save it with comera.save_pretrained",
-                    stacklevel=2,
-                )
-            continue
-        if entries := entries_of(module):
-            config.quantization_config = ComeraConfig(entries, as_named=True)
-            config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), _HINT: True}
-        elif formats is not None:
-            del config.quantization_config
-            _drop_hint(config)
+        entries = _entries(module)
+        if _other_method(config) is None:
+            _note(config, entries)
+        elif entries:
+            warnings.warn(_refusal(module, config), stacklevel=2)
 
 
-def _keep_names(model: Any, compressed: bool) -> None:
-    """Let `save_pretrained` store a compressed model under the names that it has, and a dense one as before."""
-    held = vars(model).get("_weight_conversions")
-    if compressed and not isinstance(held, _AsNamed):
-        model._weight_conversions = _AsNamed()
-        model._weight_conversions.before = held
-    elif not compressed and isinstance(held, _AsNamed):
-        model._weight_conversions = held.before
+def _note(config: Any, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Let a config hold these entries and the hint, or neither if there are none."""
+    if entries:
+        config.quantization_config = ComeraConfig(entries, as_named=True)
+        config.fusion_config = {**(getattr(config, "fusion_config", None) or {}), _HINT: True}
+    elif getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+        _drop_hint(config)
+
+
+def _entries(model: nn.Module) -> list[dict[str, Any]]:
+    """`entries_of` a model, under the names in its state dict, of which some wrappers are no part."""
+    entries = entries_of(model)
+    for entry in entries:
+        entry["names"] = {name.replace(_WRAPPER, ""): kind for name, kind in entry["names"].items()}
+    return entries
+
+
+@contextmanager
+def _noted(model: Any) -> Iterator[None]:
+    """While a model is saved: its formats in its config, none in the configs inside that one, and the names that its
+    tensors have in the model.
+
+    Models share configs, and parts of them, with their submodels and with models of other formats, and a conversion
+    of a part does not reach the config of the whole. So nothing in a config is trusted, and all are left as they were.
+    Raises ConversionError where one holds another quantization method.
+    """
+    adapters_alone = getattr(model, "_hf_peft_config_loaded", False)  # then transformers writes no config
+    entries = [] if adapters_alone else _entries(model)
+    configs = list(_configs(model.config))
+    for config in configs:
+        if entries and _other_method(config) is not None:
+            raise ConversionError(_refusal(model, config))
+    configs = [config for config in configs if _other_method(config) is None]
+    holders = [vars(one) for one in (model, *configs)]
+    held = [{name: own[name] for name in _SET if name in own} for own in holders]
+    try:
+        for config in configs:
+            _note(config, ())
+        if entries:
+            _note(model.config, entries)
+            model._weight_conversions = []  # None would be those of its class
+        yield
+    finally:
+        for own, before in zip(holders, held, strict=True):
+            for name in _SET:
+                own.pop(name, None)
+            own.update(before)
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config, and those inside it, such as of encoder and decoder."""
+    yield config
+    for inner in vars(config).values():
+        if isinstance(inner, PreTrainedConfig):
+            yield from _configs(inner)
+
+
+def _other_method(config: Any) -> Any:
+    """The quantization method that a config holds, if it is not this one."""
+    formats = getattr(config, "quantization_config", None)
+    method = _method(formats)
+    return None if formats is None or method == QUANT_METHOD else method
+
+
+def _refusal(model: nn.Module, config: Any) -> str:
+    return (
+        f"expected a config without another quantization method, got {_other_method(config)!r} in the "
+        f"{type(config).__name__} of a {type(model).__name__} with compressed layers, whose formats save_pretrained "
+        "would have to write there: save it with comera.save_pretrained"
+    )
 
 
 def _method(formats: Any) -> Any:
@@ -434,6 +486,19 @@ def _fitting_place(modules: Mapping[str, nn.Module], name: str, spec: Spec, wher
             f"{type(layer).__name__}: {reason}. Load it with the class of model that was saved"
         )
     return layer, leaf
+
+
+def note_when_saved_() -> None:
+    """Let `save_pretrained` of PreTrainedModel write the formats of whatever model it is called on."""
+    kind: Any = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    own = kind.save_pretrained
+
+    @functools.wraps(own)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _noted(self):
+            return own(self, *args, **kwargs)
+
+    kind.save_pretrained = save_pretrained
 
 
 when_converted(note_formats_)

@@ -100,9 +100,8 @@ def test_folders_from_before_names_were_kept(tmp_path: Path) -> None:
     """Experts that stay dense were stored one by one, as in Mixtral's first release."""
     model = MAPPED["mixtral"][0]()
     comera.tensorize_(model, ratio=1.25)
-    del model._weight_conversions
     del model.config.quantization_config.as_named
-    model.save_pretrained(tmp_path)
+    type(model).save_pretrained.__wrapped__(model, tmp_path)  # as it was then, under the names of the first release
     assert any(re.search(r"experts\.1\.", name) for name in load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
         for other in (type(model).from_pretrained(tmp_path), comera.load_pretrained(MAPPED["mixtral"][0](), tmp_path)):
