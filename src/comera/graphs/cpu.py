@@ -12,9 +12,9 @@ with that answer, which is made if there is none.
 
 A recording is wrong if it has missed something. What it knows that it cannot repeat is refused (recording.py), what
 Python could see changing is compared before each step (picture.py), and a tensor that outlives the recorded step in its
-memory is refused: other recordings would write there. Against the rest, the first replays and then one of `EVERY` are
-compared with the step itself, on the batch of the moment, to the bit: loss, gradients, buffers and the state of the
-random generators. It is the step that counts then.
+memory is refused: other recordings would write there. Against the rest, replays 1, 2, 4, 8 and so on, and then one of
+`EVERY`, are compared with the step itself, on the batch of the moment, to the bit: loss, gradients, buffers and the
+state of the random generators. It is the step that counts then.
 """
 
 import gc
@@ -35,8 +35,7 @@ from comera.graphs.recording import Recording
 from comera.kernels.cpp.memory import block, release
 from comera.kernels.recording import no_host_reads
 
-CHECKED = 2  # replays that are compared with the step: on the batch that was recorded, and on the next one
-EVERY = 512  # and one of as many: it takes as long as a step and a replay, so under 1 % even where a replay takes 0.2
+EVERY = 512  # so many replays apart at most: one takes as long as a step and a replay, under 1 % even where that is 0.2
 WAYS = 8  # recordings of one shape, at most
 
 _Made = list[Tensor | None]
@@ -124,7 +123,7 @@ class _Way:
         """Take a step, which leaves gradients; returns the loss. Raises ChoiceError, with nothing done, for batches of
         another way."""
         self._replays += 1
-        if self._replays <= CHECKED or self._replays % EVERY == 0:
+        if self._replays.bit_count() == 1 or self._replays % EVERY == 0:  # the first are powers of 2
             return self._checked()
         self._replay(self._saved(self._recording.written))
         return self._hand_on(self._result)

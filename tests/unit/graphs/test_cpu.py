@@ -257,9 +257,10 @@ def test_what_a_recording_cannot_see_is_found_by_comparison() -> None:
     assert_equal(found[0][1], found[1][1])
 
 
-def test_replays_are_compared_again_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "seen"), [(8, 6), (3, 5)])  # by the fourth replay, and by the third
+def test_replays_are_compared_again_once_in_a_while(every: int, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that nobody sees, in between: from the next comparison on, steps are eager."""
-    monkeypatch.setattr("comera.graphs.cpu.EVERY", 8)
+    monkeypatch.setattr("comera.graphs.cpu.EVERY", every)
     factor = iter(
         [1.0] * 5 + [2.0] * 20
     )  # a warm-up for what transformers notes, one more, the recording, two compared
@@ -271,7 +272,7 @@ def test_replays_are_compared_again_once_in_a_while(monkeypatch: pytest.MonkeyPa
     step.set_rates([0.0] * len(step.optimizer.param_groups))
     step.model.eval()
     losses = [float(step([ids_of(0, (9,))]).loss) for _ in range(12)]
-    assert losses == [losses[0]] * 10 + [2 * losses[0]] * 2
+    assert losses == [losses[0]] * seen + [2 * losses[0]] * (12 - seen)
     assert "what is recorded is not the step" in step.mode
 
 

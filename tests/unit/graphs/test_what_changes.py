@@ -151,7 +151,9 @@ def test_a_buffer_that_each_forward_replaces() -> None:
 
 
 class Keeper:
-    """Keeps what it is called with; no picture looks into what is called."""
+    """Keeps what it is called with; no picture looks into slots."""
+
+    __slots__ = ("seen",)
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []

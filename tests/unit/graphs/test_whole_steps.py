@@ -1,6 +1,7 @@
 """TrainStep in mode graph: N steps from graphs are N eager steps, to the bit. Graphs are tapes here, on the CPU."""
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -297,9 +298,9 @@ def test_a_controller_goes_from_a_graphed_step_back_to_an_eager_one() -> None:
 
 
 class Scaled(nn.Module):
-    """A layer that caches a function of its weight, outside of itself, for as long as the weight's version stays."""
+    """A layer that caches a function of its weight by the version of that, where no picture looks."""
 
-    cached: ClassVar[dict[nn.Module, tuple[int, Tensor]]] = {}
+    cached: ClassVar[deque[tuple[nn.Module, int, Tensor]]] = deque(maxlen=1)
 
     def __init__(self, *, caches: bool = True) -> None:
         super().__init__()
@@ -307,10 +308,10 @@ class Scaled(nn.Module):
         self.caches = caches
 
     def forward(self, input: Tensor) -> Tensor:
-        version, square = self.cached.get(self, (-1, self.weight))
-        if not self.caches or version != self.weight._version:
+        owner, version, square = self.cached[0] if self.cached else (None, -1, self.weight)
+        if not self.caches or owner is not self or version != self.weight._version:
             square = self.weight.detach().square()
-            self.cached[self] = self.weight._version, square
+            self.cached.append((self, self.weight._version, square))
         return input * self.weight * square
 
 
