@@ -47,6 +47,14 @@ def target_of(
     stored = sum(p.numel() * p.element_size() for p in parameters)
     mean = stored / max(1, sum(p.numel() for p in parameters))
     smallest = smallest_size(trains, multiple=multiple)
+    dtypes = sorted({str(train.cores[0].dtype).removeprefix("torch.") for train in trains})
+    if isinstance(target, str) and len(dtypes) > 1:
+        warnings.warn(
+            f"{where}={target!r}: these tensor trains are stored in {' and '.join(dtypes)}, so bytes count at the mean "
+            f"of now, {mean:.2f} a parameter, and what is left may take somewhat more: give a number of parameters, or "
+            "ask for less",
+            stacklevel=4,
+        )
     return resolve_target(target, size=size, smallest=smallest, bytes_per_element=mean, where=where)
 
 

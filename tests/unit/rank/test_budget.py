@@ -1,6 +1,7 @@
 """SVD rounding over all tensor trains: the budget holds, the least goes first, nothing else is touched."""
 
 import copy
+import warnings
 from collections.abc import Sequence
 from itertools import product
 from math import log
@@ -222,7 +223,8 @@ def test_bytes_count_what_the_trains_take_and_an_empty_model_is_no_error() -> No
     model = nn.ModuleList([*layers(1), TTLinear(SPEC, dtype=torch.bfloat16)])
     count, gates = spec_size(SPEC), sum(SPEC.inner_ranks)
     stored = 8 * count + 2 * (count - gates) + 4 * gates  # gates of bfloat16 cores are float32
-    assert round_(model, f"{8 * count} B").target == 8 * count * 2 * count // stored
+    with pytest.warns(UserWarning, match="in bfloat16 and float64"):
+        assert round_(model, f"{8 * count} B").target == 8 * count * 2 * count // stored
     empty = TTLinear(SPEC.with_ranks(0))
     assert round_(empty, 0.5).after == 0
     with pytest.raises(RankError, match="at most the present 0 parameters"):
@@ -403,6 +405,19 @@ def test_a_trained_dense_model_is_decomposed_and_rounded(order: int) -> None:
     assert float((model(x) - expected).detach().norm() / expected.detach().norm()) < 0.05
     each = [round_(uniform[0], 0.3).error, round_(uniform[2], 0.3).error]
     assert sum(row.error**2 for row in report.rows) < 0.1 * sum(error**2 for error in each)
+
+
+def test_bytes_of_several_dtypes_are_an_estimate_that_is_said() -> None:
+    model = layers()
+    next(iter(model)).to(torch.bfloat16)
+    with pytest.warns(
+        UserWarning, match=r"target='2kB'.*stored in bfloat16 and float\d\d.*give a number of parameters"
+    ):
+        round_(model, "2kB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        round_(model, 0.9)
+        round_(layers(), "2kB")
 
 
 def test_rounding_all_at_once_loses_no_more_than_cutting_each_layer_uniformly() -> None:
