@@ -138,15 +138,22 @@ def _count_above(s_BP: Tensor, delta: float) -> int:
 
 
 def _largest(s_BP: Tensor, count: int) -> Tensor:
-    """A mask of the `count` largest values, the first ones among equals."""
-    order = s_BP.flatten().argsort(descending=True, stable=True)
+    """A mask of the `count` largest values, among equals as many of each block."""
+    order = s_BP.mT.flatten().argsort(descending=True, stable=True)  # so equal ones are of all blocks
     mask = torch.zeros(s_BP.numel(), dtype=torch.bool, device=s_BP.device)
     mask[order[:count]] = True
-    return mask.view_as(s_BP)
+    return mask.view_as(s_BP.mT).mT
 
 
 def _cut(spec: BTTSpec, u_BNP: Tensor, s_BP: Tensor, vh_BPM: Tensor, kept_BP: Tensor) -> tuple[BTTSpec, list[Tensor]]:
-    """Balanced cores U √S and √S V of the singular values that are kept."""
-    root_BP = s_BP.sqrt()
-    cores = ungroup(u_BNP * root_BP[:, None, :], vh_BPM * root_BP[..., None], kept_BP)
+    """Balanced cores U √S and √S V of the singular values that are kept.
+
+    Where s is zero, but kept, U stays at the scale of the others: of two zeros, no gradient would ever move either.
+    """
+    dead_BP = s_BP <= 1e-14 * s_BP.max() if s_BP.numel() else s_BP > 0
+    live, rows, cols = s_BP[~dead_BP & kept_BP], u_BNP.shape[1], vh_BPM.shape[2]
+    random = (sqrt(rows) + sqrt(cols)) / sqrt(max(1, spec.in_features))  # of a weight as layers begin with it
+    root_BP = s_BP.masked_fill(dead_BP, 0).sqrt()
+    left_BP = root_BP.masked_fill(dead_BP, sqrt(float(live.mean()) if len(live) else random))
+    cores = ungroup(u_BNP * left_BP[:, None, :], vh_BPM * root_BP[..., None], kept_BP)
     return spec.with_block_ranks(kept_BP.sum(1).tolist()), cores

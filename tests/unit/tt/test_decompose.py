@@ -102,6 +102,20 @@ def test_a_weight_of_zeros_keeps_its_caps_or_has_rank_0(spec):
         assert torch.equal(materialize(found.spec, found.cores), weight)
 
 
+@pytest.mark.parametrize("zeros", [slice(None), slice(12)], ids=["all", "half"])  # of inputs
+@pytest.mark.parametrize("spec", [btt((4, 6), (6, 4), 3), tt_spec(24, 24, order=2, rank=3)], ids=str)
+def test_what_begins_at_zero_can_be_trained(spec, zeros):
+    torch.manual_seed(0)
+    weight = torch.randn(spec.shape, dtype=torch.float64)
+    weight[zeros] = 0
+    for found in (tt_svd(weight, spec), round_cores(spec, tt_svd(weight, spec).cores)):
+        cores = [core.requires_grad_() for core in found.cores]
+        made = materialize(found.spec, cores)
+        assert made[zeros].abs().max() < 1e-14
+        grads = torch.autograd.grad(made[zeros].sum(), cores)
+        assert any(grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("ranks", [(1, 0, 3, 3, 1), (1, 3, 0, 3, 1), (1, 3, 3, 0, 1)])
 def test_one_rank_of_zero_makes_all_ranks_zero(ranks):
     spec = tt_spec(24, 24, order=4, rank=3)
