@@ -162,7 +162,7 @@ BY_STEPS = {
         ("densev64c4-128", 32768, "600s", 6480, "packages", "code"),
         ("densev64n4r160-128", 32768, "600s", 6480, "packages", "prose"),
         ("densev64n4r160-128", 32768, "1200s", 12960, "packages"),
-        ("dense-128", 256, "600s", 10905, "code"),
+        ("dense-128", 256, "600s", 10905, "code", "prose"),
         ("densen6r160q1c4-64", 256, "600s", 21100, "code"),
         ("densec4-44", 256, "600s", 32960, "code"),
         ("hashed6r2840d24-128", 256, "600s", 10438, "code"),
