@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from comera.adapters.config import TTAdapter
-from comera.adapters.record import Record, read, restore_flags_, take, write
+from comera.adapters.record import Record, moved_buffers, read, restore_flags_, stored_buffers, take, write
 from comera.adapters.report import AdapterReport, AdapterRow
 from comera.adapters.sites import Names, Site, check_apart, find_heads, matching_sites, patterns_of
 from comera.convert.declared import guard_resizing_
@@ -82,8 +82,8 @@ def adapt_(
 def remove_adapters_(model: nn.Module) -> nn.Module:
     """Take the adapters of a model away, in place: it is again what it was before `adapt_` or `load_adapters_`.
 
-    Parameters are those of before, to the bit, also in the modules of `also_train`, and so is their `requires_grad`.
-    Buffers that a forward itself updates, such as running statistics, stay as they are now.
+    Parameters are those of before, to the bit, also in the modules of `also_train`; so is their `requires_grad`, and so
+    are the buffers that a state dict has, such as running statistics.
 
     Args:
         model: the model that was given to `adapt_`, or a wrapper of it.
@@ -110,6 +110,8 @@ def remove_adapters_(model: nn.Module) -> nn.Module:
         detach_(layer)
     for name, state in record.heads.items():
         root.get_submodule(name).load_state_dict(state)
+    for name, buffer in moved_buffers(root, record).items():
+        buffer.copy_(record.buffers[name])
     restore_flags_(root, record)
     take(root)
     guard_resizing_(root)
@@ -122,7 +124,8 @@ def place_(
     """Attach adapters, freeze everything else but the heads, and note how to go back."""
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     states = {name: {key: t.detach().clone() for key, t in head.state_dict().items()} for name, head in heads.items()}
-    write(model, Record(adapter, flags, states))
+    buffers = {name: buffer.detach().clone() for name, buffer in stored_buffers(model).items()}
+    write(model, Record(adapter, flags, states, buffers))
     trained = {parameter for head in heads.values() for parameter in head.parameters()}
     for parameter in model.parameters():
         wanted = parameter in trained and (parameter.is_floating_point() or parameter.is_complex())

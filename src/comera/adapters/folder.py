@@ -5,7 +5,8 @@
     adapter_config.json         the same for people, with the names that PEFT gives it
 
 Keys of tensors are PEFT's: "base_model.model.", the name of the layer, then "tt.cores.0", ..., "tt.rank_params.0", ...
-of its adapter, or the parameters and buffers of a module of `also_train`. Ranks are those that training left.
+of its adapter, or the parameters and buffers of a module of `also_train`, or a buffer of another module that training
+has moved, such as running statistics. Ranks are those that training left.
 """
 
 import json
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from comera._version import __version__
 from comera.adapters.attach import check_plain, place_, report_of
 from comera.adapters.config import TTAdapter
-from comera.adapters.record import read
+from comera.adapters.record import moved_buffers, read, stored_buffers
 from comera.adapters.report import AdapterReport
 from comera.adapters.sites import Site, check_apart, find_sites, no_tensors
 from comera.convert.select import all_names
@@ -43,7 +44,9 @@ _ADAPTERS = Kind(
 
 
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of a model, and the modules of `also_train`, to `folder`; the model itself is not written.
+    """Write the adapters of a model, the modules of `also_train` and the buffers that have moved to `folder`.
+
+    The model itself is not written.
 
     With parameters that `fully_shard` has spread over processes, call it in every process; the first one writes.
 
@@ -81,11 +84,13 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     for head in record.heads:
         state = root.get_submodule(head).state_dict(keep_vars=True)
         tensors |= {_key(head, key): value for key, value in state.items()}
+    buffers = moved_buffers(root, record)
+    tensors |= {_key(*name.rpartition(".")[::2]): value for name, value in buffers.items()}
     for name, value in tensors.items():
         if value.is_meta:
             raise CheckpointError(f"{name} is on the meta device: only tensors with data can be saved")
     stored = {name: whole(value.detach()).cpu().contiguous().clone() for name, value in tensors.items()}
-    about = {"adapter": asdict(record.adapter), "also_train": list(record.heads)}
+    about = {"adapter": asdict(record.adapter), "also_train": list(record.heads), "buffers": list(buffers)}
     manifest = {
         "format": FORMAT,
         "comera": __version__,
@@ -187,6 +192,14 @@ def load_adapters_(model: nn.Module, folder: str | Path) -> AdapterReport:
             continue
         heads[name] = modules[name]
         problems += _head_misfits(name, modules[name], states[name])
+    own, buffers = stored_buffers(model), dict[str, Tensor]()
+    for name in map(str, manifest.get("buffers", ())):  # not of earlier versions
+        key = _key(*name.rpartition(".")[::2])
+        here, there = (tuple(found[at].shape) if at in found else None for found, at in ((own, name), (stored, key)))
+        if here is None or here != there:
+            problems.append(f"{name}: expected {here or 'no buffer'}, got {there or 'nothing'} in the file")
+        else:
+            buffers[name] = stored[key]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointError(
@@ -197,6 +210,8 @@ def load_adapters_(model: nn.Module, folder: str | Path) -> AdapterReport:
     place_(model, adapter, trains, heads)
     for name, head in heads.items():
         head.load_state_dict(states[name])
+    for name, value in buffers.items():
+        own[name].copy_(value)
     return report_of(model, trains, {})
 
 

@@ -6,8 +6,9 @@ It is an attribute of the module that `adapt_` was given, so copies and pickles 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from comera.adapters.config import TTAdapter
@@ -20,11 +21,12 @@ _ATTRIBUTE = "_comera_adapters"
 @dataclass(frozen=True)
 class Record:
     """flags: `requires_grad` of every parameter before, by name. heads: the state of each module of `also_train` before
-    it was trained, by name."""
+    it was trained, by name. buffers: those that a state dict has, such as running statistics, as they were before."""
 
     adapter: TTAdapter
     flags: Mapping[str, bool]
     heads: Mapping[str, Mapping[str, Tensor]]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def write(model: nn.Module, record: Record) -> None:
@@ -64,6 +66,23 @@ def read(model: nn.Module, call: str) -> tuple[nn.Module, Record, dict[str, Adap
     raise ConversionError(
         f"{call}: expected a model with adapters, got a {kind} without any: adapt_ or load_adapters_ gives it some"
     )
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of a model that its state dict has, by name."""
+    state = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in state and not buffer.is_meta}
+
+
+def moved_buffers(model: nn.Module, record: Record) -> dict[str, Tensor]:
+    """Those that are not what they were before there were adapters; without those of `also_train`."""
+    return {
+        name: buffer
+        for name, buffer in stored_buffers(model).items()
+        if name in record.buffers
+        and not any(not head or name.startswith(f"{head}.") for head in record.heads)
+        and not torch.equal(buffer, record.buffers[name].to(buffer.device))
+    }
 
 
 def restore_flags_(model: nn.Module, record: Record) -> None:

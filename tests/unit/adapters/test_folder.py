@@ -177,3 +177,30 @@ def test_only_models_with_adapters_and_data_are_saved(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="found a file at"):
         save_adapters(trained(), tmp_path / "file")
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2), nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize("also_train", ["3", ["3", "4"]])
+def test_running_statistics_that_training_moves_are_saved_and_given_back(
+    also_train: str | list[str], tmp_path: Path
+) -> None:
+    model, x = normed(), torch.randn(32, 8)
+    adapt_(model, TTAdapter(order=2, rank=2), targets="0", also_train=also_train)
+    for _ in range(3):
+        model(3 * x + 2)
+    save_adapters(model, tmp_path)
+    fresh = normed()
+    before = {name: value.clone() for name, value in fresh.state_dict().items()}
+    load_adapters_(fresh, tmp_path)
+    assert torch.equal(fresh.eval()(x), model.eval()(x))
+    for each in (model, fresh):
+        remove_adapters_(each)
+        assert all(torch.equal(value, before[name]) for name, value in each.state_dict().items())
+    other = normed()
+    other[1] = nn.BatchNorm1d(16, track_running_stats=False)
+    with pytest.raises(CheckpointError, match=r"1.running_mean: expected no buffer, got \(16,\) in the file"):
+        load_adapters_(other, tmp_path)
