@@ -18,6 +18,7 @@ from comera.nn.linear import BTTLinear, TTLinear
 from comera.nn.ngram import NGramEmbedding, attach_ngrams_, plain_type
 from comera.nn.packed import CompressedParameter, Holder, give_back_, hold_
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
+from comera.nn.weight import marks_of
 from comera.tt.spec import BTTSpec, TTMSpec
 
 # Hooks see calls, not parameters, so they move along. The dictionaries themselves move, so that handles keep working.
@@ -107,7 +108,8 @@ def move_hooks_(old: nn.Module, new: nn.Module) -> None:
 def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], TensorTrain]) -> None:
     """Replace dense layers of registered types by compressed ones around these tensor trains; several may share one.
 
-    A tensor train takes over the `requires_grad` of its layers' weight. Biases stay the same objects; hooks and train
+    A tensor train takes over the `requires_grad` of its layers' weight, and the marks that programs have put on it for
+    their optimizers (`weight._no_weight_decay = True`). Biases stay the same objects; hooks and train
     mode move along. An error, as for a layer that a plain attribute holds, too, leaves the model as it was. trains:
     (layer, "weight") -> tensor train, and (module, name of a parameter) of one that the module reads itself, which
     stays the same object.
@@ -117,7 +119,10 @@ def compress_layers_(model: nn.Module, trains: Mapping[tuple[nn.Module, str], Te
     layers: dict[nn.Module, TensorTrain] = {}
     held: list[tuple[nn.Module, str, TensorTrain]] = []
     for (layer, leaf), tt in trains.items():
-        tt.requires_grad_(layer.get_parameter(leaf).requires_grad)
+        weight = layer.get_parameter(leaf)
+        tt.requires_grad_(weight.requires_grad)
+        for parameter in tt.parameters():
+            vars(parameter).update(marks_of(weight))
         if plain_type(layer) not in converters():
             held.append((layer, leaf, tt))
             continue
@@ -172,6 +177,7 @@ def materialize_layers_(model: nn.Module, values: Mapping[CompressedLayer, Tenso
                 value = weight.detach().clone(memory_format=torch.contiguous_format)
                 trainable = any(p.requires_grad for p in layer.tt.parameters())
                 weights[key] = nn.Parameter(value, requires_grad=trainable)
+                vars(weights[key]).update(marks_of(layer.tt.cores[0]))
             with torch.device("meta"):
                 dense = converter.build(layer)
             dense.register_parameter("weight", weights[key])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from comera.errors import SpecError, WeightError
 from comera.kernels.tracing import traced
 from comera.nn.tensor_train import CompressedLayer, TensorTrain
-from comera.nn.weight import Make, is_weight_of, released
+from comera.nn.weight import Make, is_weight_of, marks_of, released
 from comera.tt.experts import check_stack, expert_matrix
 from comera.tt.format import check_linear
 from comera.tt.spec import BTTSpec, Spec, TTSpec
@@ -297,10 +297,12 @@ def give_back_(module: Holder) -> int:
     parts: Any = module._modules[HELD]
     dense = {leaf: held.weight.detach().clone(memory_format=torch.contiguous_format) for leaf, held in parts.items()}
     trained = {leaf: any(p.requires_grad for p in held.tt.parameters()) for leaf, held in parts.items()}
+    marks = {leaf: marks_of(held.tt.cores[0]) for leaf, held in parts.items()}
     module.__class__ = module.plain_type  # type: ignore[assignment]
     del module._modules[HELD]
     for leaf, value in dense.items():
         module.register_parameter(leaf, nn.Parameter(value, requires_grad=trained[leaf]))
+        vars(module._parameters[leaf]).update(marks[leaf])
     own = module._parameters  # in the order that they had: optimizers count them
     own |= {leaf: own.pop(leaf) for leaf in parts.dense_order if leaf in own}
     if isinstance(module, nn.RNNBase):

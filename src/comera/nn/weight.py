@@ -2,6 +2,7 @@
 
     reading      dtype, device, shape, requires_grad ... make nothing; any operation makes the dense weight, once
     gradients    that of the dense weight, however it comes about, goes on to the cores and gates
+    hooks        raise: the layer's own forward makes no weight, so no gradient of it would come by
     writing      raises: nothing is stored that could be written to, and a write into a temporary tensor would be lost;
                  but `weight.mul_(2)`, a product with a number, is the same product of one core
     memory       what was made lives as long as something holds the weight; what is made inside `released()`, as a graph
@@ -107,6 +108,12 @@ class LazyWeight(Tensor):
         kwargs = kwargs or {}
         if func in _SETS or (func == _SET_GRAD and args[1] is not None):
             _raise(getattr(func, "__name__", str(func)), args[0])
+        if func in _WATCHES and args[0]._is_whole:
+            raise WeightError(
+                f"{func.__name__}: expected a parameter, got the weight of a compressed layer, which its own forward "
+                "does not make, so no gradient would come by: hook its cores (layer.tt.cores), or keep the layer "
+                "dense (TensorizeConfig(overrides={name: None}))"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.__getitem__ and args[0]._is_whole and _is_single(args[1]):
                 one = args[0]._at(args[1])
@@ -174,8 +181,14 @@ class LazyWeight(Tensor):
                 setattr(tensor, name, value)
 
 
+def marks_of(parameter: Tensor) -> dict[str, Any]:
+    """What programs have noted on a parameter, such as `_no_weight_decay`; no tensors, which would be of its shape."""
+    return {name: value for name, value in vars(parameter).items() if not isinstance(value, Tensor)}
+
+
 _FREEZES = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _SETS = {Tensor.data.__set__, Tensor.apply_, Tensor.map_, Tensor.map2_}  # type: ignore[attr-defined]
+_WATCHES = {Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook}
 _SCALES = {Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _ARRAYS: set[Any] = {Tensor.__array__, Tensor.numpy}

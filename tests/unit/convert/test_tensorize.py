@@ -247,6 +247,23 @@ def test_min_ratio_decides_what_pays() -> None:
     assert all(ratio is not None and ratio > 11 for ratio in ratios.values())
 
 
+def test_marks_on_weights_move_along_and_back() -> None:
+    model = nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 64), nn.LSTM(64, 64))
+    marked = [model[0].weight, model[1].weight, model[2].weight_hh_l0]
+    for weight in marked:
+        weight._no_weight_decay = True
+    assert tensorize_(model, ratio=3, init="decompose").rows
+
+    def found() -> set[str]:
+        return {name for name, p in model.named_parameters() if getattr(p, "_no_weight_decay", False)}
+
+    trains = dict(named_trains(model))
+    held = {"0.tt", "1.tt", next(name for name in trains if "weight_hh_l0" in name)}
+    assert found() == {f"{at}.{name}" for at in held for name, _ in trains[at].named_parameters()}
+    materialize_(model)
+    assert found() == {"0.weight", "1.weight", "2.weight_hh_l0"}
+
+
 def test_hooks_move_along_and_their_handles_still_work() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     calls: list[str] = []

@@ -223,6 +223,13 @@ def test_marks_are_those_of_the_parameters(layer: CompressedLayer) -> None:
     assert not getattr(layer.weight, "_is_hf_initialized", False)
 
 
+@pytest.mark.parametrize("call", [lambda weight: weight.register_hook(print), lambda weight: weight.retain_grad()])
+def test_a_hook_that_no_gradient_would_reach_raises(layer: CompressedLayer, call: Callable[[Tensor], None]) -> None:
+    with pytest.raises(WeightError, match=r"expected a parameter, got the weight of a compress.*layer\.tt\.cores"):
+        call(layer.weight)
+    (2 * layer.weight).register_hook(print)  # of what one's own code makes of it
+
+
 def test_a_tie_to_the_same_tensor_train_may_be_made_again() -> None:
     _, table, head = layers()
     head.weight = table.weight
